@@ -51,7 +51,6 @@ from fedloom.runs.resolve import (
 from fedloom.runs.result import RunResult
 from fedloom.training.context import Criterion
 from fedloom.utils.formatting import format_plural
-from fedloom.utils.storage import write_atomically
 
 MOST_SEEDS = 10_000
 """More seeds are a typo; planning them would take minutes without any output."""
@@ -204,7 +203,7 @@ def _run_all(
         if is_run_directory(place):
             _same_plan(place, config)
     if grid is not None:
-        write_atomically(path / GRID_FILE, grid.to_json().encode())
+        grid.write(path)
     ComparisonRecord(tuple(place.name for place, _ in places), command).write(path)
 
     def run(place: Path, config: Config, callback: Callback | None) -> RunResult:

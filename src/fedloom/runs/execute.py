@@ -25,11 +25,13 @@ from fedloom.runs.directory import (
     parse_run_path,
     refuse_occupied_directory,
 )
+from fedloom.runs.inputs import check_inputs, describe_machine, hash_built_run
 from fedloom.runs.loop import run_rounds
 from fedloom.runs.out_of_memory import explain_out_of_memory, retry_with_fewer_slots
 from fedloom.runs.resolve import UserObjects, describe_user_objects, resolve_config, resolve_method
-from fedloom.runs.result import RunResult, check_result_model
+from fedloom.runs.result import RunResult, read_result_model
 from fedloom.training.context import Criterion
+from fedloom.utils.run_files import METRICS_CHECKSUM
 from fedloom.utils.storage import MODEL_FILE
 
 
@@ -146,7 +148,14 @@ def _start(built_run: BuiltRun, path: Path, user_objects: UserObjects, callback:
     config = built_run.config  # with the number of clients, even if the data define it
     if built_run.initial_weights is not None:
         config = replace_config(config, init_sha256=built_run.initial_weights.sha256)
-    directory = RunDirectory.create(path, config, user_objects.names, built_run.method.use_server_data)
+    directory = RunDirectory.create(
+        path,
+        config,
+        user_objects.names,
+        built_run.method.use_server_data,
+        data_hashes=hash_built_run(built_run),
+        machine=describe_machine(config.device),
+    )
     _begin(directory, built_run, callback)
     _write_partition(directory, built_run)
     run_rounds(directory, built_run, callback, first_round=None)
@@ -266,6 +275,7 @@ def _go_on(
 ) -> None:
     """Continue a run from its last checkpoint. `initial_weights` are those that it read from a file, if it did."""
     with _ready(directory.config, user_objects, directory.path, callback, initial_weights, remote_engine) as built_run:
+        check_inputs(directory, hash_built_run(built_run), callback)
         _begin(directory, built_run, callback)
         latest = directory.checkpoints.load_latest(built_run.engine.client_states)
         for text in directory.checkpoints.damaged:
@@ -282,7 +292,9 @@ def _go_on(
             first_round, state = latest
             built_run.load_state_dict(state["parts"])
             built_run.engine.load_state_dict(state.get("engine", {}))
-            directory.rewind(first_round, state["record"])
+            fault = directory.rewind(first_round, state["record"], state[METRICS_CHECKSUM])
+            if fault is not None:
+                callback.on_message(f"{fault} The rounds after the last checkpoint run again.")
             run_rounds(directory, built_run, callback, first_round=first_round)
 
 
@@ -324,7 +336,7 @@ def verify(
     _refuse_changes(directory.config, changes)
     _same_objects(directory, user_objects)
     before = RunResult(directory, user_objects).digest
-    check_result_model(directory.path)
+    read_result_model(directory.path)
     held = initial_weights_sha256(directory.path / MODEL_FILE)
     if directory.config.noise_source == "system":
         raise InputError(

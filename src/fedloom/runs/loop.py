@@ -13,6 +13,7 @@ from fedloom.runs.build import BuiltRun
 from fedloom.runs.callback import Callback
 from fedloom.runs.directory import RunDirectory
 from fedloom.runs.metrics import summarize_run_metrics
+from fedloom.utils.run_files import METRICS_CHECKSUM
 from fedloom.utils.storage import WriteSchedule
 
 
@@ -46,7 +47,12 @@ def run_rounds(directory: RunDirectory, built_run: BuiltRun, callback: Callback,
             if last or stop or always or schedule.due(checkpoints.write_seconds):
                 # The record is in the checkpoint too: after a crash in between, metrics.jsonl gets it on resume.
                 directory.sync_metrics()
-                state = {"parts": built_run.state_dict(), "record": record, "engine": built_run.engine.state_dict()}
+                state = {
+                    "parts": built_run.state_dict(),
+                    "record": record,
+                    METRICS_CHECKSUM: directory.metrics_checksum,
+                    "engine": built_run.engine.state_dict(),
+                }
                 background_device = None if last or stop or always else _beside(built_run)
                 checkpoints.save(round + 1, state, built_run.engine.client_states, background_device=background_device)
                 schedule.saved()
