@@ -135,6 +135,21 @@ def compare(
         compared = fedloom.compare(["fedavg", "scaffold"], seeds=3, data="digits", rounds=20, out="comparison")
         print(compared.table.headline)
     """
+    _check_arguments(methods, seeds, grid, target, concurrent_runs)
+    user_objects, described = _describe_user_objects(data, model, loss, seeds, settings.get("seed", 0))
+    settings, options = described | settings, resolve_method_options(options)
+    plan = _make_plan(methods, grid, seeds, target, options, settings, user_objects, callback)
+    if concurrent_runs > 1 and plan.rows[0][1].device == "cpu":
+        raise InputError(
+            f"concurrent_runs is {concurrent_runs}, but one run keeps all cores of a CPU busy; leave it out."
+        )
+    place = parse_run_path(out) if out is not None else Path(runs) / f"compare-{plan.rows[0][1].data_name}"
+    with claim_directory(place, _refuse_run, numbered=out is None) as path:
+        return _run_plan(path, plan, concurrent_runs, callback, report)
+
+
+def _check_arguments(methods: Any, seeds: Any, grid: Any, target: Any, concurrent_runs: Any) -> None:
+    """Reject arguments of `compare` that no setting of a run covers."""
     if isinstance(methods, str) or not all(isinstance(name, str) for name in methods or ()):
         raise InputError(f"methods must be a list of names, such as ['fedavg', 'scaffold'], not {methods!r}.")
     for name, value, kind in (
@@ -152,34 +167,56 @@ def compare(
         raise InputError(f"target is an accuracy between 0 and 1, not {target}.")
     if (grid is None) == (not methods):
         raise InputError("give either methods to compare or a grid, and not both.")
-    first_seed = make_config({"seed": settings.get("seed", 0)}).seed
+
+
+def _describe_user_objects(
+    data: str | FederatedDataset | Callable[[int], FederatedDataset],
+    model: str | nn.Module | Callable[[], nn.Module],
+    loss: Criterion | None,
+    seeds: int,
+    seed: Any,
+) -> tuple[UserObjects, dict[str, Any]]:
+    """Return the user's Python objects and the settings that follow from them. Data may differ from seed to seed."""
+    first_seed = make_config({"seed": seed}).seed
     data_by_seed = make_data_by_seed(data, seeds, first_seed)
     user_objects, described = describe_user_objects(data_by_seed[first_seed] if data_by_seed else data, model, loss)
-    if data_by_seed:
-        user_objects, described = (
-            replace(user_objects, data_by_seed=data_by_seed),
-            described | {"partition": PARTITION_BY_SEED},
-        )
-    options = resolve_method_options(options)
+    if not data_by_seed:
+        return user_objects, described
+    return replace(user_objects, data_by_seed=data_by_seed), described | {"partition": PARTITION_BY_SEED}
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What a comparison runs and reports."""
+
+    rows: list[tuple[str, Config]]
+    """Label and config of each method and seed."""
+    grid: EffectGrid | None
+    target: float | None
+    command: str | None
+    """The command that repeats the comparison; None with Python objects, which no command can hold."""
+    user_objects: UserObjects
+
+
+def _make_plan(
+    methods: Sequence[str],
+    grid: str | Sequence[Sequence[str]] | EffectGrid | None,
+    seeds: int,
+    target: float | None,
+    options: Mapping[str, Mapping[str, Any]],
+    settings: Mapping[str, Any],
+    user_objects: UserObjects,
+    callback: Callback | None,
+) -> _Plan:
+    """Check all settings and return what to run."""
     if grid is not None and not isinstance(grid, EffectGrid):
-        grid = plan_comparison_grid(grid, options, described | settings, user_objects, callback)
+        grid = plan_comparison_grid(grid, options, settings, user_objects, callback)
     progress = callback.on_download if callback else None
-    plans = _plans(grid.methods if grid else methods, seeds, options, described | settings, user_objects, progress)
-    if concurrent_runs > 1 and plans[0][1].device == "cpu":
-        raise InputError(
-            f"concurrent_runs is {concurrent_runs}, but one run keeps all cores of a CPU busy; leave it out."
-        )
-    place = parse_run_path(out) if out is not None else Path(runs) / f"compare-{plans[0][1].data_name}"
-    with claim_directory(place, _refuse_run, numbered=out is None) as path:
-        command = None  # Python objects have none
-        if not user_objects.names:
-            command = comparison_to_command(methods, grid, seeds, target, options, described | settings)
-        finished = _run_all(path, plans, user_objects, grid, command, concurrent_runs, callback, report)
-        records = [read_run_record(run.path) for run in finished]
-        if report:
-            write_report_page(records, path / "report.html", target=target, grid=grid, command=command)
-    table = tabulate(records, target)
-    return ComparisonResult(path, tuple(finished), table, analyze_effects(grid, table.groups) if grid else None)
+    rows = _plans(grid.methods if grid else methods, seeds, options, settings, user_objects, progress)
+    command = None
+    if not user_objects.names:
+        command = comparison_to_command(methods, grid, seeds, target, options, settings)
+    return _Plan(rows, grid, target, command, user_objects)
 
 
 def _refuse_run(path: Path) -> None:
@@ -187,27 +224,30 @@ def _refuse_run(path: Path) -> None:
         raise InputError(f"{path} is a run, and its report would be overwritten; choose another --out.")
 
 
-def _run_all(
-    path: Path,
-    plans: Sequence[tuple[str, Config]],
-    user_objects: UserObjects,
-    grid: EffectGrid | None,
-    command: str | None,
-    concurrent_runs: int,
-    callback: Callback | None,
-    report: bool,
-) -> list[RunResult]:
+def _run_plan(
+    path: Path, plan: _Plan, concurrent_runs: int, callback: Callback | None, report: bool
+) -> ComparisonResult:
+    """Run a comparison in its folder, and write the report about all runs."""
+    finished = _run_all(path, plan, concurrent_runs, callback, report)
+    records, grid = [read_run_record(run.path) for run in finished], plan.grid
+    if report:
+        write_report_page(records, path / "report.html", target=plan.target, grid=grid, command=plan.command)
+    table = tabulate(records, plan.target)
+    return ComparisonResult(path, tuple(finished), table, analyze_effects(grid, table.groups) if grid else None)
+
+
+def _run_all(path: Path, plan: _Plan, concurrent_runs: int, callback: Callback | None, report: bool) -> list[RunResult]:
     """Run or resume all runs of a comparison in its folder; finished ones stay."""
-    places = [(path / f"{variant_folder_name(label)}-seed{config.seed}", config) for label, config in plans]
+    places = [(path / f"{variant_folder_name(label)}-seed{config.seed}", config) for label, config in plan.rows]
     for place, config in places:
         if is_run_directory(place):
             _same_plan(place, config)
-    if grid is not None:
-        grid.write(path)
-    ComparisonRecord(tuple(place.name for place, _ in places), command).write(path)
+    if plan.grid is not None:
+        plan.grid.write(path)
+    ComparisonRecord(tuple(place.name for place, _ in places), plan.command).write(path)
 
     def run(place: Path, config: Config, callback: Callback | None) -> RunResult:
-        objects = user_objects.select_seed(config.seed)
+        objects = plan.user_objects.select_seed(config.seed)
         if is_run_directory(place):
             return resume(
                 place,

@@ -342,12 +342,22 @@ def verify(
         raise InputError(
             f"{path} cannot be verified: its noise came from the operating system and cannot be drawn again."
         )
-    config = make_config({**directory.config.model_dump(), **changes})
-    initial_weights = _start_of(directory, callback or SilentCallback())
+    now, file_now = _repeat(_changed(directory, changes), user_objects, callback or SilentCallback())
+    if before == now and held != file_now:
+        raise FedloomError(
+            f"{directory.path / MODEL_FILE} is not the model of the run: the repeated run has the same "
+            "digest, but the file differs."
+        )
+    return before, now
+
+
+def _repeat(directory: RunDirectory, user_objects: UserObjects, callback: Callback) -> tuple[str, str]:
+    """Repeat a run in a temporary folder. Return its digest and the SHA-256 of its model file."""
+    initial_weights = _start_of(directory, callback)
     with tempfile.TemporaryDirectory(prefix="fedloom-verify-") as place:
         try:
             again = execute_run(
-                config,
+                directory.config,
                 user_objects,
                 out=Path(place) / "run",
                 callback=callback,
@@ -355,13 +365,8 @@ def verify(
                 initial_weights=initial_weights,
             )
         except RunStopped:
-            raise RunStopped(f"stopped; {path} was not verified.") from None
-        if before == again.digest and held != initial_weights_sha256(again.path / MODEL_FILE):
-            raise FedloomError(
-                f"{directory.path / MODEL_FILE} is not the model of the run: the repeated run has the same "
-                "digest, but the file differs."
-            )
-        return before, again.digest
+            raise RunStopped(f"stopped; {directory.path} was not verified.") from None
+        return again.digest, initial_weights_sha256(again.path / MODEL_FILE)
 
 
 def _begin(directory: RunDirectory, built_run: BuiltRun, callback: Callback) -> None:

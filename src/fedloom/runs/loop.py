@@ -24,55 +24,21 @@ def run_rounds(directory: RunDirectory, built_run: BuiltRun, callback: Callback,
     try:
         if first_round is None:
             _record(directory, callback, rounds.initial_record())
-        schedule, checkpoints = WriteSchedule(config.checkpoint_seconds), directory.checkpoints
+        saver = _Saver(directory, built_run)
         go_on = f"continue with: fedloom resume {directory.path}"
-        # A round that cannot be repeated is saved before its models are sent; otherwise it would be revealed twice.
-        always = built_run.engine.checkpoint_every_round or not rounds.repeatable
-        should_stop = _never if always else callback.should_stop
+        should_stop = _never if saver.every_round else callback.should_stop
         rounds.context.partial_results.keep_in(
             directory.path / "partial", config.checkpoint_seconds, should_stop, go_on
         )
         rounds.check = callback.check
-        written_artifacts: set[str] = set()
         for round in range(first_round or 0, rounds.total):
             record = rounds.run_round(round)
-            began = time.perf_counter()
-            for name, tensors in built_run.artifacts().items():
-                if name not in written_artifacts:
-                    directory.write_artifact(name, tensors)
-                    written_artifacts.add(name)
-            last = round + 1 == rounds.total
-            stop = callback.should_stop()
-            checkpoints.wait_until_written(wait=False)
-            if last or stop or always or schedule.due(checkpoints.write_seconds):
-                # The record is in the checkpoint too: after a crash in between, metrics.jsonl gets it on resume.
-                directory.sync_metrics()
-                state = {
-                    "parts": built_run.state_dict(),
-                    "record": record,
-                    METRICS_CHECKSUM: directory.metrics_checksum,
-                    "engine": built_run.engine.state_dict(),
-                }
-                background_device = None if last or stop or always else _beside(built_run)
-                checkpoints.save(round + 1, state, built_run.engine.client_states, background_device=background_device)
-                schedule.saved()
-                _spent(record, time.perf_counter() - began)
+            last, stop = round + 1 == rounds.total, callback.should_stop()
+            saver.save_round(record, at_once=last or stop)
             _record(directory, callback, record)
             if stop and not last:
                 raise RunStopped(f"stopped after round {round + 1}; {go_on}")
-        global_model = rounds.global_model()
-        directory.write_model(built_run.global_state_dict())
-        summary = {
-            "method": config.method,
-            **({"variant": config.variant} if config.variant else {}),
-            "data": config.data,
-            "seed": config.seed,
-            **summarize_run_metrics(directory.history(), config.result_window),
-            "run": str(directory.path),
-            "digest": model_digest(global_model),
-        }
-        rounds.context.partial_results.clear()
-        directory.write_summary(summary)
+        _write_result(directory, built_run)
     except KeyboardInterrupt:
         directory.checkpoints.cancel()
         raise
@@ -82,6 +48,59 @@ def run_rounds(directory: RunDirectory, built_run: BuiltRun, callback: Callback,
                 directory.checkpoints.wait_until_written()
         finally:
             callback.on_run_end()
+
+
+class _Saver:
+    """Write what a round leaves: artifacts, and a checkpoint when one is due."""
+
+    def __init__(self, directory: RunDirectory, built_run: BuiltRun) -> None:
+        self._directory, self._built_run = directory, built_run
+        # A round that cannot be repeated is saved before its models are sent; otherwise it would be revealed twice.
+        self.every_round = built_run.engine.checkpoint_every_round or not built_run.rounds.repeatable
+        self._schedule = WriteSchedule(built_run.config.checkpoint_seconds)
+        self._written_artifacts: set[str] = set()
+
+    def save_round(self, record: dict[str, Any], at_once: bool) -> None:
+        """Save the state after a round if a checkpoint is due or wanted `at_once`, and add the time to the record."""
+        began, built_run, checkpoints = time.perf_counter(), self._built_run, self._directory.checkpoints
+        for name, tensors in built_run.artifacts().items():
+            if name not in self._written_artifacts:
+                self._directory.write_artifact(name, tensors)
+                self._written_artifacts.add(name)
+        checkpoints.wait_until_written(wait=False)
+        at_once = at_once or self.every_round
+        if not at_once and not self._schedule.due(checkpoints.write_seconds):
+            return
+        # The record is in the checkpoint too: after a crash in between, metrics.jsonl gets it on resume.
+        self._directory.sync_metrics()
+        state = {
+            "parts": built_run.state_dict(),
+            "record": record,
+            METRICS_CHECKSUM: self._directory.metrics_checksum,
+            "engine": built_run.engine.state_dict(),
+        }
+        device = None if at_once else _beside(built_run)
+        checkpoints.save(record["round"], state, built_run.engine.client_states, background_device=device)
+        self._schedule.saved()
+        _spent(record, time.perf_counter() - began)
+
+
+def _write_result(directory: RunDirectory, built_run: BuiltRun) -> None:
+    """Write the model and the summary of a run after its last round."""
+    config, rounds = built_run.config, built_run.rounds
+    global_model = rounds.global_model()
+    directory.write_model(built_run.global_state_dict())
+    summary = {
+        "method": config.method,
+        **({"variant": config.variant} if config.variant else {}),
+        "data": config.data,
+        "seed": config.seed,
+        **summarize_run_metrics(directory.history(), config.result_window),
+        "run": str(directory.path),
+        "digest": model_digest(global_model),
+    }
+    rounds.context.partial_results.clear()
+    directory.write_summary(summary)
 
 
 def _beside(built_run: BuiltRun) -> torch.device | None:
