@@ -109,6 +109,7 @@ def write_run(
     if finished:
         digest = f"sha256:{draw.bytes(32).hex()}"
         summary = {"method": method, "seed": seed, "rounds": rounds, "digest": digest, "metrics_sha256": checksum}
+        summary["rounds_read"] = False
         write_json(folder / "summary.json", summary)
     return folder
 

@@ -87,7 +87,9 @@ class ProgressDisplay:
             self.console.print(f"{self._name}: {start}")
 
     def _take_signals(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:  # started with nohup
+                continue
             try:
                 self._handlers[number] = signal.signal(number, self._on_signal)
             except ValueError:  # not in the main thread, which alone may handle signals

@@ -12,6 +12,7 @@ from torch import Tensor
 from fedloom.core.evaluation import EvaluationResult, evaluation_slices
 from fedloom.core.tasks import ClientFailure, ClientTask, ClientUpdate
 from fedloom.devices.cuda_runtime import is_cuda_memory_error
+from fedloom.devices.threads import SingleThread
 from fedloom.engines.base import Engine, raise_engine_memory_error
 from fedloom.errors import describe_error
 from fedloom.training.local_training import EngineContext, evaluate_clients_locally, train_client
@@ -26,8 +27,7 @@ class SequentialEngine(Engine):
     def __init__(self, context: EngineContext, device: torch.device | str = "cpu") -> None:
         super().__init__(context)
         self.device = self.client_states.device = torch.device(device)
-        self._threads = torch.get_num_threads()
-        torch.set_num_threads(1)
+        self._threads = SingleThread()
         self._trainer = LocalTrainer(context.training_context, self.device)
         self._row = context.training_context.layout.empty(self.device)
 
@@ -70,4 +70,4 @@ class SequentialEngine(Engine):
         return evaluate_clients_locally(self._trainer, self.context, self.client_states, round, tasks)
 
     def close(self) -> None:
-        torch.set_num_threads(self._threads)
+        self._threads.release()

@@ -9,6 +9,7 @@ A method provides the parts that are new in its paper (see registry.py); FedAvg 
 `state_attributes` what it must remember between rounds. Checkpoints save and restore these attributes.
 """
 
+import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -52,6 +53,34 @@ def ignore_progress(what: str, done: int, total: int) -> None:
     """Ignore progress reports."""
 
 
+class _RoundsRead:
+    """Notes that a part of the method has read the number of rounds. Worker processes share the note."""
+
+    def __init__(self) -> None:
+        self._flag = mmap.mmap(-1, 1)  # forked processes write to the same memory
+
+    @property
+    def noted(self) -> bool:
+        return self._flag[0] == 1
+
+    def note(self) -> None:
+        """Note it, for good."""
+        self._flag[0] = 1
+
+
+class _Rounds:
+    """The attribute `rounds` of a context, which notes every time that it is read."""
+
+    def __get__(self, context: "MethodContext | None", owner: type["MethodContext"]) -> int:
+        if context is None:
+            raise AttributeError("rounds")
+        context.rounds_read.note()
+        return context.planned_rounds
+
+    def __set__(self, context: "MethodContext", value: int) -> None:
+        vars(context)["rounds"] = value
+
+
 @dataclass(frozen=True)
 class MethodContext:
     """What a method's parts may know about the run."""
@@ -63,6 +92,7 @@ class MethodContext:
     num_clients: int
     clients_per_round: int
     rounds: int
+    """The number of rounds. A run whose method has read it cannot be extended."""
     rng_streams: RngStreams
     """Random generators, each derived from (seed, purpose, round, client)."""
     config: TrainingConfig
@@ -93,6 +123,12 @@ class MethodContext:
     """Reports progress of work that takes much longer than a round. Cheap to call often."""
     partial_results: PartialResults = field(default_factory=PartialResults)
     """Stores partial results of such work, so that a stopped run can continue it."""
+    rounds_read: _RoundsRead = field(default_factory=_RoundsRead)
+
+    @property
+    def planned_rounds(self) -> int:
+        """Return the number of rounds for those that run them, whose result does not depend on it."""
+        return int(vars(self)["rounds"])
 
     def bank(self, count: int) -> Bank:
         """Allocate rows that the engine reads without a copy.
@@ -108,6 +144,9 @@ class MethodContext:
     def takes_tokens(self) -> bool:
         """Return whether network inputs are token ids: the network has an embedding."""
         return any(isinstance(part, nn.Embedding | nn.EmbeddingBag) for part in self.make_model().modules())
+
+
+MethodContext.rounds = _Rounds()  # type: ignore[assignment]  # here, as a dataclass would take it for a default
 
 
 class MethodPart(Generic[O]):

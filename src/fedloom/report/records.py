@@ -79,6 +79,12 @@ class RunRecord:
         return self.summary is not None
 
     @property
+    def diverged(self) -> str | None:
+        """Why the run ended before its last round, if its training diverged."""
+        value = (self.summary or {}).get("diverged")
+        return None if value is None else str(value)
+
+    @property
     def last_round(self) -> int:
         return int(self.history[-1]["round"]) if self.history else 0
 

@@ -11,7 +11,7 @@ from torch import nn
 from fedloom.config import EXECUTION_SETTINGS, Config, make_config, replace_config
 from fedloom.data import FederatedDataset
 from fedloom.data.cache import Progress
-from fedloom.errors import InputError, RunStopped
+from fedloom.errors import InputError, RunStopped, TrainingDivergedError
 from fedloom.methods import compose
 from fedloom.methods import methods as known_methods
 from fedloom.methods.variants import parse_method_variant, variant_folder_name
@@ -124,7 +124,8 @@ def compare(
         **settings: Fields of `Config`, the same for all runs.
 
     Returns:
-        The runs, a table of their results and, for a grid, the effects of its parts.
+        The runs, a table of their results and, for a grid, the effects of its parts. Runs that diverged are among them
+        without a result; their `diverged` says why.
 
     Raises:
         InputError: An argument or a setting is invalid, or `out` holds runs with other settings.
@@ -248,6 +249,14 @@ def _run_all(path: Path, plan: _Plan, concurrent_runs: int, callback: Callback |
 
     def run(place: Path, config: Config, callback: Callback | None) -> RunResult:
         objects = plan.user_objects.select_seed(config.seed)
+        try:
+            return run_or_resume(place, config, objects, callback)
+        except TrainingDivergedError as error:
+            if callback is not None:
+                callback.on_message(f"{place.name}: {error}")
+            return RunResult(RunDirectory.open(place), objects)
+
+    def run_or_resume(place: Path, config: Config, objects: UserObjects, callback: Callback | None) -> RunResult:
         if is_run_directory(place):
             return resume(
                 place,

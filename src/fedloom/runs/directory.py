@@ -36,6 +36,7 @@ from fedloom.errors import FedloomError, InputError
 from fedloom.methods.variants import variant_folder_name
 from fedloom.models.initial_weights import InitialWeights
 from fedloom.runs.checkpoints import Checkpoints
+from fedloom.runs.metrics import RESULT_KEYS
 from fedloom.utils.checksums import add_json_checksum
 from fedloom.utils.run_files import (
     CONFIG_FILE,
@@ -44,6 +45,7 @@ from fedloom.utils.run_files import (
     METRICS_CHECKSUM,
     METRICS_FILE,
     PARTITION_FILE,
+    ROUNDS_READ,
     SUMMARY_FILE,
     read_metrics_log,
     read_run_config,
@@ -94,12 +96,13 @@ class RunDirectory:
         use_server_data: tuple[str, ...] = (),
         *,
         data_hashes: Mapping[str, str] | None = None,
+        cache_dir: str | None = None,
         machine: Mapping[str, str] | None = None,
     ) -> "RunDirectory":
         """Write the config of a new run into a folder from `claim_directory`.
 
         `use_server_data` names the methods that use the server's data, for the report. `data_hashes` and `machine` come
-        from `runs.inputs`.
+        from `runs.inputs`. `cache_dir` is the folder of this run in the `cache_dir` of the config.
         """
         directory = cls(path, config, python_objects)
         directory._write_config(
@@ -118,7 +121,12 @@ class RunDirectory:
                     "platform": f"{platform.system()} {platform.machine()}",
                 },
             },
-            {"config_sha256": [], "data": dict(data_hashes or {}), "machines": [dict(machine or {})]},
+            {
+                "config_sha256": [],
+                "data": dict(data_hashes or {}),
+                "machines": [dict(machine or {})],
+                "cache_dir": cache_dir,
+            },
         )
         return directory
 
@@ -138,16 +146,22 @@ class RunDirectory:
 
         def validate(values: dict[str, Any]) -> None:
             try:
-                make_config(settings_of_run(values))
+                make_config(select_run_settings(values))
             except InputError as error:
                 raise InputError(f"{path / CONFIG_FILE}: {error}") from error
 
         values = read_run_config(path, validate)
-        return cls(path, make_config(settings_of_run(values)), tuple(values.get("python_objects", ())))
+        return cls(path, make_config(select_run_settings(values)), tuple(values.get("python_objects", ())))
 
     def extend(self, rounds: int) -> "RunDirectory":
-        """Change the number of rounds, and return the run, which is then unfinished."""
-        (self.path / SUMMARY_FILE).unlink(missing_ok=True)
+        """Change the number of rounds, and return the run, which is then unfinished.
+
+        After a crash in between, the run has the old number of rounds, and writes its summary again.
+        """
+        try:
+            (self.path / SUMMARY_FILE).unlink(missing_ok=True)
+        except OSError as error:
+            raise InputError(f"cannot change {self.path}: {error.strerror or error}.") from error
         values = read_run_config(self.path)
         config = replace_config(self.config, rounds=rounds)
         command = {} if "command" not in values else {"command": config_to_command(config)}
@@ -158,6 +172,12 @@ class RunDirectory:
         """Return what the run started from: the hash of its data, and the machines that computed it."""
         return read_json(self.path / INPUTS_FILE)
 
+    @property
+    def cache_dir(self) -> str | None:
+        """Return the folder for cached rows of this run alone; None if rows are kept in memory."""
+        found = self.inputs()["cache_dir"]
+        return None if found is None else str(found)
+
     def add_machine(self, machine: Mapping[str, str]) -> None:
         """Record that another machine continues the run."""
         inputs = self.inputs()
@@ -165,7 +185,7 @@ class RunDirectory:
 
     def lock(self) -> AbstractContextManager[None]:
         """Lock this run against other processes; the lock ends with this process."""
-        return _lock_directory(self.path)
+        return hold_directory_lock(self.path)
 
     # metrics
 
@@ -192,8 +212,11 @@ class RunDirectory:
 
     def sync_metrics(self) -> None:
         """Flush the records to disk."""
-        with (self.path / METRICS_FILE).open("rb") as handle:
-            os.fsync(handle.fileno())
+        try:
+            with (self.path / METRICS_FILE).open("rb") as handle:
+                os.fsync(handle.fileno())
+        except OSError as error:
+            raise FedloomError(f"cannot write {self.path / METRICS_FILE}: {error.strerror or error}.") from error
 
     def rewind(self, round: int, last: Mapping[str, Any] | None = None, checksum: str = "") -> str | None:
         """Delete the records after `round`, because these rounds run again.
@@ -221,6 +244,16 @@ class RunDirectory:
                 kept.append(dict(last))
         self._write_records(kept)
         return None if log.is_cut else log.fault
+
+    def remove_evaluation(self, round: int) -> None:
+        """Remove the evaluation of `round`, which was the last round until the run was extended."""
+        evaluation = {*RESULT_KEYS, "personal_clients"}
+        self._write_records(
+            [
+                {key: value for key, value in record.items() if record["round"] != round or key not in evaluation}
+                for record in self.history()
+            ]
+        )
 
     def _write_records(self, records: Sequence[Mapping[str, Any]]) -> None:
         lines, checksum = [], ""
@@ -264,23 +297,28 @@ class RunDirectory:
         """Write tensors that the method made for users to look at."""
         write_checked_safetensors(self.path / f"{name}.safetensors", tensors)
 
-    def write_summary(self, summary: Mapping[str, Any]) -> None:
+    def write_summary(self, summary: Mapping[str, Any], *, rounds_read: bool = False) -> None:
         """Write the totals of a finished run, after its last record."""
-        write_json(self.path / SUMMARY_FILE, {**summary, METRICS_CHECKSUM: self.metrics_checksum})
+        checks = {ROUNDS_READ: rounds_read, METRICS_CHECKSUM: self.metrics_checksum}
+        write_json(self.path / SUMMARY_FILE, {**summary, **checks})
 
     def summary(self) -> dict[str, Any] | None:
         """Return the totals; None if the run has not finished."""
         summary = read_run_summary(self.path)
         if summary is not None:
-            del summary[METRICS_CHECKSUM]
+            del summary[METRICS_CHECKSUM], summary[ROUNDS_READ]
         return summary
+
+    def depends_on_rounds(self) -> bool:
+        """Return whether the method of a finished run has read the number of rounds."""
+        return bool((read_run_summary(self.path) or {})[ROUNDS_READ])
 
 
 NOT_SETTINGS = ("format", "versions", "command", USE, "python_objects")
 """Keys of config.toml that are no settings."""
 
 
-def settings_of_run(values: Mapping[str, Any]) -> dict[str, Any]:
+def select_run_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings among the values of a config.toml."""
     return {key: value for key, value in values.items() if key not in NOT_SETTINGS}
 
@@ -326,10 +364,26 @@ def refuse_occupied_directory(path: Path) -> None:
 
 
 @contextmanager
-def _lock_directory(folder: Path) -> Iterator[None]:
+def hold_directory_lock(folder: Path) -> Iterator[None]:
     """Lock `folder` against other processes; the lock ends with this process."""
     with _lock(folder, []):
         yield
+
+
+@contextmanager
+def try_directory_lock(folder: Path) -> Iterator[bool]:
+    """Lock `folder` and yield True; yield False if another process holds the lock."""
+    with _told(folder):
+        handle = _try_lock(folder, [])
+    if handle is None:
+        yield False
+        return
+    with handle:
+        try:
+            yield True
+        finally:
+            if fcntl is not None:
+                fcntl.flock(handle, fcntl.LOCK_UN)
 
 
 @contextmanager
@@ -408,6 +462,10 @@ def parse_run_path(out: Path | str) -> Path:
     """Return the folder `out`. Reject an empty name, as from an unset variable: it would be the current folder."""
     if not str(out) or "\0" in str(out):
         raise InputError(f"--out must be the name of a folder, not {str(out)!r}.")
+    try:
+        str(out).encode()
+    except UnicodeEncodeError:
+        raise InputError(f"--out must be text in UTF-8, not {str(out)!r}.") from None
     return Path(out)
 
 

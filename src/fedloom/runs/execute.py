@@ -1,6 +1,5 @@
 """Run, resume and verify runs."""
 
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -14,10 +13,11 @@ from fedloom.data import FederatedDataset
 from fedloom.devices.selection import selects_only_gpus
 from fedloom.engines.base import RemoteEngineFactory
 from fedloom.engines.registry import find_registered_launcher
-from fedloom.errors import FedloomError, InputError, RunStopped
+from fedloom.errors import FedloomError, InputError, RunStopped, TrainingDivergedError
 from fedloom.models.initial_weights import initial_weights_sha256
 from fedloom.runs.build import BuiltRun, build_run
 from fedloom.runs.callback import Callback, SilentCallback
+from fedloom.runs.config_file import merge_config_file
 from fedloom.runs.directory import (
     RunDirectory,
     claim_directory,
@@ -25,21 +25,30 @@ from fedloom.runs.directory import (
     parse_run_path,
     refuse_occupied_directory,
 )
+from fedloom.runs.extend import extend_run
 from fedloom.runs.inputs import check_inputs, describe_machine, hash_built_run
+from fedloom.runs.leftovers import name_cache_folder, remove_orphaned_rows, verification_folder
 from fedloom.runs.loop import run_rounds
 from fedloom.runs.out_of_memory import explain_out_of_memory, retry_with_fewer_slots
-from fedloom.runs.resolve import UserObjects, describe_user_objects, resolve_config, resolve_method
+from fedloom.runs.resolve import (
+    UserObjects,
+    describe_user_objects,
+    resolve_config,
+    resolve_method,
+    resolve_method_options,
+)
 from fedloom.runs.result import RunResult, read_result_model
 from fedloom.training.context import Criterion
-from fedloom.utils.run_files import METRICS_CHECKSUM
+from fedloom.utils.run_files import METRICS_CHECKSUM, ROUNDS_READ
 from fedloom.utils.storage import MODEL_FILE
 
 
 def run(
-    method: str = "fedavg",
-    data: str | FederatedDataset = "digits",
-    model: str | nn.Module | Callable[[], nn.Module] = "mlp",
+    method: str | None = None,
+    data: str | FederatedDataset | None = None,
+    model: str | nn.Module | Callable[[], nn.Module] | None = None,
     *,
+    config: Path | str | None = None,
     loss: Criterion | None = None,
     options: Mapping[str, Mapping[str, Any]] | None = None,
     out: Path | str | None = None,
@@ -52,9 +61,11 @@ def run(
 
     Args:
         method: A method, or several joined by `+`. Options and training settings may stand behind a name, in place of
-            those in other arguments: `fedprox:mu=0.1,lr=0.05`.
-        data: The name of a data set, or your own `FederatedDataset`.
+            those in other arguments: `fedprox:mu=0.1,lr=0.05`. By default "fedavg".
+        data: The name of a data set, or your own `FederatedDataset`. By default "digits".
         model: The name of a network, your own module, whose weights are the initial ones, or a function that makes one.
+            By default "mlp".
+        config: A TOML file of settings, such as the `config.toml` of another run. Other arguments replace its values.
         loss: Called as `loss(output, targets)`; by default cross-entropy, and for a regression the mean squared error.
         options: Options by method, such as `{"fedprox": {"mu": 0.1}}`.
         out: The run directory; by default a new one in `runs`.
@@ -69,6 +80,7 @@ def run(
     Raises:
         InputError: A setting or an object is invalid, or `out` is not empty. Nothing is written.
         RunStopped: The callback stopped the run; `resume` continues it.
+        TrainingDivergedError: At least half of the updates were not finite, three rounds in a row.
         FedloomError: The run failed, for example because too few clients sent an update or memory ran out.
 
     Example:
@@ -76,11 +88,18 @@ def run(
         print(run.accuracy, run.history[-1])
         network = run.model()
     """
-    user_objects, values = describe_user_objects(data, model, loss)
-    values |= {"method": method, "options": options, **settings}
-    return execute_run(
-        resolve_config(values, user_objects), user_objects, out=out, runs=runs, callback=callback, report=report
+    user_objects, described = describe_user_objects(
+        "digits" if data is None else data, "mlp" if model is None else model, loss
     )
+    values = {"method": method, "options": resolve_method_options(options), **settings}
+    if config is None:
+        values = {**described, **values, "method": "fedavg" if method is None else method}
+    else:
+        names = {key: value for key, value in (("data", data), ("model", model)) if value is not None}
+        of_objects = {key: value for key, value in described.items() if key not in ("data", "model") or key in names}
+        values = merge_config_file(config, {**of_objects, **values})
+    resolved = resolve_config(values, user_objects)
+    return execute_run(resolved, user_objects, out=out, runs=runs, callback=callback, report=report)
 
 
 def execute_run(
@@ -127,8 +146,9 @@ def execute_in_directory(
 
     def attempt(slots: int | None) -> None:
         if slots is None:
-            with _ready(config, user_objects, path, callback, initial_weights, remote_engine) as built_run:
-                _start(built_run, path, user_objects, callback)
+            own = replace_config(config, cache_dir=name_cache_folder(config))
+            with _ready(own, user_objects, path, callback, initial_weights, remote_engine) as built_run:
+                _start(built_run, path, user_objects, callback, config.cache_dir)
         else:
             directory = _changed(RunDirectory.open(path), {"slots": slots})
             _go_on(
@@ -143,9 +163,12 @@ def execute_in_directory(
     return _finish(RunDirectory.open(path), user_objects, report)
 
 
-def _start(built_run: BuiltRun, path: Path, user_objects: UserObjects, callback: Callback) -> None:
-    """Start a new run."""
-    config = built_run.config  # with the number of clients, even if the data define it
+def _start(
+    built_run: BuiltRun, path: Path, user_objects: UserObjects, callback: Callback, cache_dir: str | None
+) -> None:
+    """Start a new run. `cache_dir` is the setting, in which this run has a folder of its own."""
+    # The config has the number of clients, even if the data define it.
+    config = replace_config(built_run.config, cache_dir=cache_dir)
     if built_run.initial_weights is not None:
         config = replace_config(config, init_sha256=built_run.initial_weights.sha256)
     directory = RunDirectory.create(
@@ -155,6 +178,7 @@ def _start(built_run: BuiltRun, path: Path, user_objects: UserObjects, callback:
         built_run.method.use_server_data,
         data_hashes=hash_built_run(built_run),
         machine=describe_machine(config.device),
+        cache_dir=built_run.config.cache_dir,
     )
     _begin(directory, built_run, callback)
     _write_partition(directory, built_run)
@@ -198,6 +222,7 @@ def resume(
     """Continue a run that was stopped or killed. The result has the same bits as without the interruption.
 
     A finished run is returned as it is. If its model file is missing, it is written again from the last checkpoint.
+    With `rounds`, a finished run is extended to this total. Its digest is that of a run with as many rounds.
 
     Args:
         path: The run directory.
@@ -208,7 +233,8 @@ def resume(
         report: Whether to write `report.html`.
         remote_engine: Creates the engine if the clients are elsewhere, such as Flower sites.
         **changes: Settings that do not change the result: `engine`, `workers`, `slots`, `nodes`, `deadline`,
-            `checkpoint_seconds`, `keep_checkpoints`, and `device` from GPUs to other GPUs of the same kind.
+            `checkpoint_seconds`, `keep_checkpoints`, and `device` from GPUs to other GPUs of the same kind. And
+            `rounds` of a finished run, unless its method depends on their number.
 
     Returns:
         The finished run.
@@ -222,7 +248,9 @@ def resume(
         run = fedloom.resume("runs/fedprox-digits-seed0-001", workers=4)
     """
     user_objects, directory = UserObjects(data, model, loss), RunDirectory.open(Path(path))
-    finished = directory.summary() is not None and (directory.path / MODEL_FILE).is_file()
+    finished = (
+        directory.summary() is not None and (directory.path / MODEL_FILE).is_file() and changes.get("rounds") is None
+    )
     with nullcontext() if finished else directory.lock():  # a finished run may be on a read-only disk
         return resume_in_directory(
             directory, user_objects, callback or SilentCallback(), report=report, remote_engine=remote_engine, **changes
@@ -240,8 +268,11 @@ def resume_in_directory(
 ) -> RunResult:
     """Resume a run whose folder this process has claimed."""
     _same_objects(directory, user_objects)
+    rounds = changes.pop("rounds", None)
     _refuse_changes(directory.config, changes)
     _refuse_moving(directory, changes)
+    if rounds is not None:
+        directory = extend_run(directory, rounds)
     directory = _changed(directory, changes)
     summary = directory.summary()
     if summary is not None:
@@ -274,7 +305,8 @@ def _go_on(
     initial_weights: Mapping[str, Tensor] | None,
 ) -> None:
     """Continue a run from its last checkpoint. `initial_weights` are those that it read from a file, if it did."""
-    with _ready(directory.config, user_objects, directory.path, callback, initial_weights, remote_engine) as built_run:
+    own = replace_config(directory.config, cache_dir=directory.cache_dir)
+    with _ready(own, user_objects, directory.path, callback, initial_weights, remote_engine) as built_run:
         check_inputs(directory, hash_built_run(built_run), callback)
         _begin(directory, built_run, callback)
         latest = directory.checkpoints.load_latest(built_run.engine.client_states)
@@ -285,16 +317,23 @@ def _go_on(
                 )
             callback.on_message(f"{text} Continuing from the checkpoint before it.")
         if latest is None:
+            remove_orphaned_rows(directory)
             _write_partition(directory, built_run)
             directory.rewind(-1)
             run_rounds(directory, built_run, callback, first_round=None)
         else:
             first_round, state = latest
             built_run.load_state_dict(state["parts"])
-            built_run.engine.load_state_dict(state.get("engine", {}))
+            built_run.engine.load_state_dict(state["engine"])
+            built_run.rounds.diverging.load_state_dict(state["divergence"])
+            if state[ROUNDS_READ]:
+                built_run.rounds.context.rounds_read.note()
             fault = directory.rewind(first_round, state["record"], state[METRICS_CHECKSUM])
             if fault is not None:
                 callback.on_message(f"{fault} The rounds after the last checkpoint run again.")
+            remove_orphaned_rows(directory)
+            if first_round % built_run.config.eval_every and first_round < built_run.rounds.total:
+                directory.remove_evaluation(first_round)
             run_rounds(directory, built_run, callback, first_round=first_round)
 
 
@@ -354,18 +393,21 @@ def verify(
 def _repeat(directory: RunDirectory, user_objects: UserObjects, callback: Callback) -> tuple[str, str]:
     """Repeat a run in a temporary folder. Return its digest and the SHA-256 of its model file."""
     initial_weights = _start_of(directory, callback)
-    with tempfile.TemporaryDirectory(prefix="fedloom-verify-") as place:
+    with verification_folder() as place:
         try:
-            again = execute_run(
+            execute_run(
                 directory.config,
                 user_objects,
-                out=Path(place) / "run",
+                out=place,
                 callback=callback,
                 report=False,
                 initial_weights=initial_weights,
             )
         except RunStopped:
             raise RunStopped(f"stopped; {directory.path} was not verified.") from None
+        except TrainingDivergedError:  # the run that is verified may have diverged too
+            pass
+        again = RunResult(RunDirectory.open(place), user_objects)
         return again.digest, initial_weights_sha256(again.path / MODEL_FILE)
 
 
@@ -404,7 +446,10 @@ def _write_model_again(
     """Restore the missing model file of a finished run from its last checkpoint, which holds the same model."""
     # There is no training, so no sites are started, and one GPU is enough.
     device = directory.config.device.split(",")[0]
-    file, config = directory.path / MODEL_FILE, replace_config(directory.config, engine="sequential", device=device)
+    file, config = (
+        directory.path / MODEL_FILE,
+        replace_config(directory.config, engine="sequential", device=device, cache_dir=directory.cache_dir),
+    )
     initial_weights = _start_of(directory, callback)
     with _ready(config, user_objects, directory.path, callback, initial_weights, remote_engine) as built_run:
         try:
@@ -474,4 +519,6 @@ def _finish(directory: RunDirectory, user_objects: UserObjects, report: bool) ->
     finished = RunResult(directory, user_objects)
     if report:
         finished.report()
+    if finished.diverged is not None:
+        raise TrainingDivergedError(f"{finished.diverged} (see {directory.path})")
     return finished

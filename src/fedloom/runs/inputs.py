@@ -1,4 +1,4 @@
-"""What a run starts from besides its config: the hash of its data, and the machine that computes it."""
+"""Inputs of a run besides its config: the hash of its data, and the machine."""
 
 import hashlib
 import os
@@ -16,8 +16,7 @@ from fedloom.errors import InputError
 from fedloom.runs.build import BuiltRun
 from fedloom.runs.callback import Callback
 from fedloom.runs.directory import RunDirectory
-from fedloom.utils.run_files import CONFIG_FILE, INPUTS_FILE
-from fedloom.utils.storage import read_json
+from fedloom.utils.run_files import CONFIG_FILE
 
 MOST_HASHED = 1 << 30
 """Bytes of a tensor that are hashed, which takes about a second; of a larger one, blocks at equal distances."""
@@ -37,7 +36,7 @@ def _hash_data(federated_data: FederatedDataset, server_data: Samples | None) ->
     """Return the hashes of the samples on this machine. Of samples made on demand, those of a few clients count."""
     parts = {"samples": _hash(_training_pieces(federated_data))}
     if isinstance(federated_data, PartitionedDataset):
-        parts["partition"] = _hash(memoryview(indices).cast("B") for indices in federated_data.client_indices)
+        parts["partition"] = _hash(indices.astype(np.int64).tobytes() for indices in federated_data.client_indices)
     if federated_data.test is not None:
         parts["test samples"] = _hash(_sample_pieces(federated_data.test))
     if federated_data.test_owners is not None:
@@ -56,8 +55,11 @@ def _hash(pieces: Iterator[bytes | memoryview] | Sequence[bytes]) -> str:
 
 
 def _training_pieces(federated_data: FederatedDataset) -> Iterator[bytes | memoryview]:
-    transform = federated_data.transform if isinstance(federated_data.transform, InputTransform) else None
-    yield repr((len(federated_data), federated_data.classes, tuple(federated_data.shape), transform)).encode()
+    yield f"{len(federated_data)} {federated_data.classes} {tuple(federated_data.shape)}".encode()
+    if isinstance(federated_data.transform, InputTransform):
+        # Means of float64 depend on the number of threads in the last digits; the network sees float32.
+        constants = (*federated_data.transform.mean, *federated_data.transform.std)
+        yield " ".join(f"{value:.6g}" for value in constants).encode()
     if isinstance(federated_data, PartitionedDataset):
         yield from _sample_pieces(federated_data.pool)
         return
@@ -98,14 +100,14 @@ def describe_machine(device: str) -> dict[str, str]:
         "numpy": np.__version__,
         "processor": _processor_name(),
         "instruction set": torch.backends.cpu.get_cpu_capability(),
-        "oneDNN": "on" if torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled else "off",
+        "oneDNN": "on" if torch._C._get_mkldnn_enabled() else "off",
         **{name: os.environ.get(name, "default") for name in MATH_VARIABLES},
     }
     selected = select_device(device.split(",")[0])
     if selected.type == "cuda":
         found["GPU"] = torch.cuda.get_device_name(selected)
         found["CUDA"] = str(torch.version.cuda)
-        found["cuDNN"] = str(torch.backends.cudnn.version())
+        found["cuDNN"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
     return found
 
 
@@ -130,7 +132,7 @@ def check_inputs(directory: RunDirectory, hashes: Mapping[str, str], callback: C
                 f"continue. Restore them, or start a new run with: fedloom run --config {directory.path / CONFIG_FILE}"
             )
     machine, last = describe_machine(directory.config.device), inputs["machines"][-1]
-    if changes := describe_machine_changes(last, machine):
+    if changes := _describe_machine_changes(last, machine):
         callback.on_message(
             f"{directory.path} continues where other bits may come out: {changes}. The result may differ from that of "
             "an uninterrupted run."
@@ -138,15 +140,16 @@ def check_inputs(directory: RunDirectory, hashes: Mapping[str, str], callback: C
         directory.add_machine(machine)
 
 
-def describe_machine_changes(before: Mapping[str, str], now: Mapping[str, str]) -> str:
+def _describe_machine_changes(before: Mapping[str, str], now: Mapping[str, str]) -> str:
     """Return what differs between two machines, such as `torch was 2.12.0 and is 2.13.0`; empty if nothing does."""
     names = dict.fromkeys([*before, *now])
     changed = [name for name in names if before.get(name) != now.get(name)]
     return ", ".join(f"{name} was {before.get(name, 'none')} and is {now.get(name, 'none')}" for name in changed)
 
 
-def explain_verify_mismatch(path: Path, device: str) -> str:
+def explain_verify_mismatch(path: Path) -> str:
     """Return what differs between the machines of a run, or between them and this one; empty if nothing does."""
-    *earlier, last = read_json(path / INPUTS_FILE)["machines"]
-    moves = [describe_machine_changes(machine, last) for machine in earlier]
-    return ", ".join(filter(None, [*moves, describe_machine_changes(last, describe_machine(device))]))
+    directory = RunDirectory.open(path)
+    *earlier, last = directory.inputs()["machines"]
+    moves = [_describe_machine_changes(machine, last) for machine in earlier]
+    return ", ".join(filter(None, [*moves, _describe_machine_changes(last, describe_machine(directory.config.device))]))

@@ -12,8 +12,8 @@ from fedloom.errors import RunStopped
 from fedloom.runs.build import BuiltRun
 from fedloom.runs.callback import Callback
 from fedloom.runs.directory import RunDirectory
-from fedloom.runs.metrics import summarize_run_metrics
-from fedloom.utils.run_files import METRICS_CHECKSUM
+from fedloom.runs.metrics import RESULT_KEYS, summarize_run_metrics
+from fedloom.utils.run_files import METRICS_CHECKSUM, ROUNDS_READ
 from fedloom.utils.storage import WriteSchedule
 
 
@@ -32,8 +32,11 @@ def run_rounds(directory: RunDirectory, built_run: BuiltRun, callback: Callback,
         )
         rounds.check = callback.check
         for round in range(first_round or 0, rounds.total):
+            if rounds.diverging.message is not None:
+                break
             record = rounds.run_round(round)
             last, stop = round + 1 == rounds.total, callback.should_stop()
+            last = last or rounds.diverging.message is not None
             saver.save_round(record, at_once=last or stop)
             _record(directory, callback, record)
             if stop and not last:
@@ -78,6 +81,8 @@ class _Saver:
             "record": record,
             METRICS_CHECKSUM: self._directory.metrics_checksum,
             "engine": built_run.engine.state_dict(),
+            ROUNDS_READ: built_run.rounds.context.rounds_read.noted,
+            "divergence": built_run.rounds.diverging.state_dict(),
         }
         device = None if at_once else _beside(built_run)
         checkpoints.save(record["round"], state, built_run.engine.client_states, background_device=device)
@@ -96,11 +101,17 @@ def _write_result(directory: RunDirectory, built_run: BuiltRun) -> None:
         "data": config.data,
         "seed": config.seed,
         **summarize_run_metrics(directory.history(), config.result_window),
+        **_without_result(rounds.diverging.message),
         "run": str(directory.path),
         "digest": model_digest(global_model),
     }
     rounds.context.partial_results.clear()
-    directory.write_summary(summary)
+    directory.write_summary(summary, rounds_read=rounds.context.rounds_read.noted)
+
+
+def _without_result(reason: str | None) -> dict[str, Any]:
+    """Return what the summary of a diverged run says in place of its result."""
+    return {} if reason is None else {"diverged": reason, **dict.fromkeys(RESULT_KEYS)}
 
 
 def _beside(built_run: BuiltRun) -> torch.device | None:

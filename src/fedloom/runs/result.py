@@ -73,6 +73,12 @@ class RunResult:
         return None if value is None else float(value)
 
     @property
+    def diverged(self) -> str | None:
+        """Return why the run ended early if its training diverged, else None. A comparison keeps such runs."""
+        value = self.summary.get("diverged")
+        return None if value is None else str(value)
+
+    @property
     def digest(self) -> str:
         """Return the SHA-256 of the global model's row."""
         return str(self.summary["digest"])
@@ -116,7 +122,7 @@ def read_result_model(path: Path) -> dict[str, Tensor]:
     """Return the global model as tensors. Raise an InputError if its file is damaged or missing, and what to do."""
     if not (path / MODEL_FILE).exists():
         raise InputError(f"{path / MODEL_FILE} is gone; write it again with: fedloom resume {path}")
-    return read_safetensors(path / MODEL_FILE, checked=True)
+    return read_safetensors(path / MODEL_FILE, has_checksum=True)
 
 
 def count_failures_in_result(path: Path | str) -> int:

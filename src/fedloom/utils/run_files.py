@@ -1,4 +1,4 @@
-"""Readers of the files in a run directory, which check that nothing was changed since the run wrote them.
+"""Readers of the files in a run directory, which check that nothing was changed.
 
 `inputs.json` holds what the run started from: the values of `config.toml`, the hash of its data, and the machine.
 """
@@ -25,6 +25,8 @@ METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
 PARTITION_FILE = "partition.json"
 INITIAL_FILE = "initial.json"
+ROUNDS_READ = "rounds_read"
+"""Key of a summary and of a checkpoint: whether the method has read the number of rounds."""
 METRICS_CHECKSUM = "metrics_sha256"
 """Key of a summary and of a checkpoint: the checksum of the last line of metrics.jsonl."""
 
@@ -133,6 +135,6 @@ def read_run_summary(folder: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     summary = read_json(path)
-    if not {"digest", METRICS_CHECKSUM} <= summary.keys():
+    if not {"digest", METRICS_CHECKSUM, ROUNDS_READ} <= summary.keys():
         raise InputError(f"{path} is damaged: it is not the JSON that was written.")
     return summary

@@ -168,10 +168,10 @@ def _on_host(tensor: Tensor) -> Iterator[memoryview]:
             yield whole[start : start + LARGE]
 
 
-def read_safetensors(path: Path, digest: str | None = None, *, checked: bool = False) -> dict[str, Tensor]:
+def read_safetensors(path: Path, digest: str | None = None, *, has_checksum: bool = False) -> dict[str, Tensor]:
     """Read tensors, and raise an InputError if the file is damaged.
 
-    With `digest`, the file must have this SHA-256. With `checked`, it must hold its own checksum.
+    With `digest`, the file must have this SHA-256. With `has_checksum`, it must hold its own checksum.
 
     Each tensor is copied to memory of its own. In the file a tensor starts at any multiple of 8 bytes. Matrix products
     may round differently at such addresses, and a resumed run would not give the same bits.
@@ -181,7 +181,7 @@ def read_safetensors(path: Path, digest: str | None = None, *, checked: bool = F
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}.") from error
     changed = digest is not None and hashlib.sha256(content).hexdigest() != digest
-    if changed or (checked and not has_valid_safetensors_checksum(content)):
+    if changed or (has_checksum and not has_valid_safetensors_checksum(content)):
         raise InputError(f"{path} is damaged: its checksum is not the one that was stored when it was written.")
     try:
         return {name: tensor.clone() for name, tensor in parse_tensors(content).items()}
