@@ -12,6 +12,7 @@ BENCHMARKS = {
     "peers": "peers.main",
     "clients": "engines.clients",
     "choices": "engines.choices",
+    "kills": "engines.kills",
     "cuda": "cuda.main",
     "servers": "methods.servers",
     "synthesis": "methods.synthesis",

@@ -69,7 +69,12 @@ def _about(group: GroupStatistics) -> list[str]:
         said.append(f"{group.label} has not finished: {format_list([_where(run) for run in open_runs])}.")
     if len(unique) < len(group.records):
         said.append(f"{group.label}: a seed occurs more than once and is counted once.")
-    void = [run.seed for run in group.runs if run.seed not in group.results and select_evaluations(run.history)]
+    said += [f"{group.label}, seed {run.seed}: {run.diverged}." for run in group.runs if run.diverged]
+    void = [
+        run.seed
+        for run in group.runs
+        if run.seed not in group.results and select_evaluations(run.history) and not run.diverged
+    ]
     if void and group.result:
         said.append(f"{group.label}: no final {group.metric} with seed {format_list(void)}; the mean leaves it out.")
     elif void:
@@ -250,7 +255,7 @@ def _columns(groups: Sequence[GroupStatistics]) -> list[tuple[str, Callable[[Gro
     return [
         ("method", lambda group: group.label, "name"),
         ("seeds", lambda group: str(len(group.runs)), "result", "brief"),
-        ("accuracy %", lambda group: _spread(group.accuracy, 100), "result", "brief"),
+        ("accuracy %", _accuracy, "result", "brief"),
         ("sd in window", _window_std, "result", "brief"),
         ("window", lambda group: _window(group) if several_windows else NOTHING, "result", "brief"),
         (against, lambda group: _gap(group.difference, group.metric), "result"),
@@ -269,6 +274,14 @@ def _columns(groups: Sequence[GroupStatistics]) -> list[tuple[str, Callable[[Gro
         ("privacy spent", _privacy, "cost", "brief"),
         ("failed clients", lambda group: f"{group.failed} of {group.asked}" if group.failed else NOTHING, "cost"),
     ]
+
+
+def _accuracy(group: GroupStatistics) -> str:
+    if not group.num_diverged:
+        return _spread(group.accuracy, 100)
+    if group.result is None:
+        return "diverged"
+    return f"{_spread(group.accuracy, 100)} ({group.num_diverged} of {len(group.runs)} diverged)"
 
 
 def _window_std(group: GroupStatistics) -> str:

@@ -190,7 +190,7 @@ def _make_method_context(
         initial=layout.read(model, server.device),
         num_clients=len(federated_data),
         clients_per_round=config.cohort_size,
-        rounds=config.rounds if privacy is None else privacy.rounds_of(config),
+        planned_rounds=config.rounds if privacy is None else privacy.rounds_of(config),
         rng_streams=rng_streams,
         config=config,
         num_examples=federated_data.num_examples,
@@ -204,9 +204,9 @@ def _make_method_context(
 
 
 def _privacy_notes(config: Config, context: MethodContext) -> list[str]:
-    if context.rounds == config.rounds:
+    if context.planned_rounds == config.rounds:
         return []
-    return [f"max_epsilon {config.max_epsilon:g} is enough for {context.rounds} of {config.rounds} rounds."]
+    return [f"max_epsilon {config.max_epsilon:g} is enough for {context.planned_rounds} of {config.rounds} rounds."]
 
 
 def _make_client_program(request: RunRequest, client: Client[Any], layout: Layout) -> ClientProgram:

@@ -38,8 +38,9 @@ from fedloom.training.batches import Batch
 from fedloom.training.context import ClientProgram, Numerics, TrainingContext
 from fedloom.training.optimizers import Optimizer, make_optimizer
 from fedloom.training.trainer import LocalSteps, LocalTrainer
+from fedloom.utils.checksums import has_safetensors_checksum
 from fedloom.utils.settings import validate_settings
-from fedloom.utils.storage import WriteSchedule, write_safetensors
+from fedloom.utils.storage import WriteSchedule, write_checked_safetensors
 from fedloom.utils.system import available_cpu_count
 
 NO_ROOM = "to train this network; use a smaller one, or a smaller batch"
@@ -124,7 +125,7 @@ def _train(path: Path, work: Path, config: PretrainConfig, callbacks: CallbackLi
     try:
         with explain_out_of_memory(config.device, work=NO_ROOM):
             metadata = pretrainer.train(Checkpoints(work / "checkpoints"), path)
-            write_safetensors(path, pretrainer.state_dict(), {"fedloom": json.dumps(metadata, sort_keys=True)})
+            write_checked_safetensors(path, pretrainer.state_dict(), {"fedloom": json.dumps(metadata, sort_keys=True)})
     finally:
         pretrainer.close()
     return PretrainResult(path, metadata, initial_weights_sha256(path))
@@ -143,6 +144,8 @@ def _finished(path: Path, config: PretrainConfig) -> PretrainResult | None:
         weights_file = read_initial_weights(path)
         before = weights_file.metadata.get("settings")
     except InputError:
+        if has_safetensors_checksum(path.read_bytes()):  # the file is damaged
+            raise
         before = None
     if not isinstance(before, dict):
         raise InputError(f"{path} is there already and was not made by fedloom pretrain; choose another --out.")
