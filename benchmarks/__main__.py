@@ -13,6 +13,7 @@ BENCHMARKS = {
     "clients": "engines.clients",
     "choices": "engines.choices",
     "memory": "engines.memory",
+    "kills": "engines.kills",
     "cuda": "cuda.main",
     "servers": "methods.servers",
     "synthesis": "methods.synthesis",

@@ -17,7 +17,7 @@ import pytest
 import fedloom
 from fedloom import InputError
 from fedloom.config import EXECUTION_SETTINGS, Config
-from fedloom.runs.keyword_types import ExecutionSettings, RunSettings
+from fedloom.runs.keyword_types import ExecutionSettings, ResumeSettings, RunSettings
 
 GENERATOR = import_module("tests.support.keyword_types")  # mypy reads only the package and this file
 
@@ -27,6 +27,7 @@ GENERATOR = import_module("tests.support.keyword_types")  # mypy reads only the 
     [
         (RunSettings, Config, {"method", "data", "model", "options", "variant"}),
         (ExecutionSettings, Config, Config.model_fields.keys() - EXECUTION_SETTINGS - {"device"}),
+        (ResumeSettings, Config, Config.model_fields.keys() - EXECUTION_SETTINGS - {"device", "rounds"}),
     ],
 )
 def test_keywords_are_the_settings_with_their_types(keywords: Any, settings: Any, others: set[str]) -> None:

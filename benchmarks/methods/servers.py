@@ -41,8 +41,8 @@ def make_network(size: int, layers: int = 20) -> nn.Module:
 
 def make_context(layout: Layout, clients: int, clients_per_round: int, cache_dir: Path | None = None) -> MethodContext:
     return MethodContext(
-        layout=layout, initial=layout.empty(), num_clients=clients, clients_per_round=clients_per_round, rounds=10,
-        rng_streams=RngStreams(0), config=TrainingConfig(), num_examples=lambda _: 1,
+        layout=layout, initial=layout.empty(), num_clients=clients, clients_per_round=clients_per_round,
+        planned_rounds=10, rng_streams=RngStreams(0), config=TrainingConfig(), num_examples=lambda _: 1,
         criterion=nn.functional.cross_entropy, make_model=nn.Identity,
         classes=10, shape=(1,),
         server=ServerResources(torch.device("cpu"), lambda count, width: Bank.memory(count, width), cache_dir),

@@ -46,7 +46,7 @@ def refiner(
     module = build_model(model, shape, 10)
     layout = Layout.of(module)
     context = MethodContext(
-        layout=layout, initial=layout.read(module, device), num_clients=80, clients_per_round=32, rounds=200,
+        layout=layout, initial=layout.read(module, device), num_clients=80, clients_per_round=32, planned_rounds=200,
         rng_streams=RngStreams(0),
         config=TrainingConfig(), num_examples=lambda _: 1, criterion=torch.nn.functional.cross_entropy,
         make_model=lambda: build_model(model, shape, 10), classes=10, shape=shape,

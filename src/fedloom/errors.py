@@ -51,6 +51,10 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"[:300]
 
 
+class TrainingDivergedError(FedloomError):
+    """The updates of a run were no longer finite, so it ended before its last round."""
+
+
 class RunStopped(FedloomError):
     """The run was stopped on request; it can be resumed."""
 

@@ -19,7 +19,7 @@ from fedloom.core.layout import Layout, model_digest
 from fedloom.runs.build import build_run
 from fedloom.runs.directory import RunDirectory
 from fedloom.runs.resolve import resolve_run
-from fedloom.utils.storage import read_safetensors
+from fedloom.utils.storage import read_json, read_safetensors, write_checked_safetensors, write_json
 
 Command = Callable[..., Any]
 TINY = ("--clients", 6, "--clients-per-round", 4, "--rounds", 2, "--model", "logreg", "--epochs", 1)
@@ -57,7 +57,9 @@ def test_json_is_one_line_and_its_digest_that_of_the_model(command: Command, tmp
     folder = tmp_path / summary["run"]
     for name in ("config.toml", "metrics.jsonl", "summary.json", "model.safetensors", "report.html"):
         assert (folder / name).stat().st_size, name
-    assert json.loads((folder / "summary.json").read_text()) == summary
+    written = json.loads((folder / "summary.json").read_text())
+    assert {key: written[key] for key in summary} == summary
+    assert written.keys() - summary.keys() == {"sha256", "metrics_sha256", "rounds_read"}
     assert summary["digest"] == row_digest(folder)
     history = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [record["round"] for record in history] == [0, 1, 2]
@@ -296,8 +298,7 @@ def test_verify_proves_or_disproves(command: Command, tmp_path: Path) -> None:
     assert "is exact" in command("verify", "r", "--quiet").out
     assert command("verify", "r", "--json").result["same"] is True
     path = tmp_path / "r" / "summary.json"
-    summary = json.loads(path.read_text())
-    path.write_text(json.dumps({**summary, "digest": "0" * 64}))
+    write_json(path, {**read_json(path), "digest": "0" * 64})
     ended = command("verify", "r", "--json", "--quiet")
     assert ended.code == 1
     assert json.loads(ended.out)["same"] is False
@@ -311,9 +312,12 @@ def test_verify_looks_at_the_model_file_too(command: Command, tmp_path: Path) ->
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     ended = command("verify", "r", "--quiet")
-    assert ended.code == 1
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err.startswith("fedloom: r/model.safetensors is damaged")
+    write_checked_safetensors(file, {name: tensor + 1 for name, tensor in read_safetensors(file).items()})
+    ended = command("verify", "r", "--quiet")
+    assert (ended.code, ended.out) == (1, "")
     assert ended.err.startswith("fedloom: r/model.safetensors is not the model of the run")
-    assert ended.out == ""
     file.unlink()
     ended = command("verify", "r", "--quiet")
     said = "fedloom: r/model.safetensors is gone; write it again with: fedloom resume r\n"
@@ -323,12 +327,12 @@ def test_verify_looks_at_the_model_file_too(command: Command, tmp_path: Path) ->
 def test_verify_knows_of_answers_that_were_lost(command: Command, tmp_path: Path) -> None:
     """Of a run over sites, say, whose losses nobody repeats."""
     rounds = command("run", "fedavg", *TINY, "--out", "r", "--json").result["rounds"]
-    for name, before, after in (
-        ("metrics.jsonl", '"failed": 0', '"failed": 2'),
-        ("summary.json", '"digest": "', '"digest": "0'),
-    ):
-        path = tmp_path / "r" / name
-        path.write_text(path.read_text().replace(before, after))
+    run = RunDirectory.open(tmp_path / "r")
+    history, path = run.history(), tmp_path / "r" / "summary.json"
+    run.rewind(-1)
+    for record in history:
+        run.append_record({**record, "failed": 2} if record["round"] else record)
+    write_json(path, {**read_json(path), "digest": "0", "metrics_sha256": run.metrics_checksum})
     ended = command("verify", "r", "--quiet")
     assert ended.code == 1
     assert f"now; {2 * rounds} client tasks failed in the first run, and verify does not repeat failures." in ended.err

@@ -104,7 +104,7 @@ def _run(path: Path, folder: Path) -> Result:
         "metrics": [_without_times(_flat(json.loads(line))) for line in lines],
         "digest": totals.pop("digest", None),
         "summary": _without_times(_flat(totals)),
-        "weights": _sha(model) if model.exists() else None,
+        "weights": _tensors(model) if model.exists() else None,
         "files": sorted(entry.name for entry in path.iterdir()),
     }
 
@@ -148,8 +148,18 @@ def _flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
 
 
 def _without_times(values: Mapping[str, Any]) -> dict[str, Any]:
-    """That something was timed is a fact, how long it took is none."""
-    return {key: "time" if key.split(".")[0] == "seconds" else value for key, value in values.items()}
+    """That something was timed is a fact, how long it took is none, nor are checksums, which cover the times."""
+    kept = {key: value for key, value in values.items() if key not in ("sha256", "metrics_sha256")}
+    return {key: "time" if key.split(".")[0] == "seconds" else value for key, value in kept.items()}
+
+
+def _tensors(path: Path) -> str:
+    """The tensors of a safetensors file, without its metadata."""
+    content = path.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:start])
+    header.pop("__metadata__", None)
+    return hashlib.sha256(json.dumps(header, sort_keys=True).encode() + content[start:]).hexdigest()
 
 
 def _sha(path: Path) -> str:

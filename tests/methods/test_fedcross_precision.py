@@ -35,7 +35,7 @@ def rows_of(seed: int, count: int, drift: float, outlier: float) -> Tensor:
 def server_of(count: int) -> FedCrossServer:
     layout = Layout.of(network())
     context = MethodContext(
-        layout=layout, initial=layout.empty(), num_clients=9, clients_per_round=count, rounds=3,
+        layout=layout, initial=layout.empty(), num_clients=9, clients_per_round=count, planned_rounds=3,
         rng_streams=RngStreams(0),
         config=TrainingConfig(), num_examples=lambda _: 1, criterion=nn.functional.mse_loss, make_model=network,
         classes=0, shape=(WIDTH,),

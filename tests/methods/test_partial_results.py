@@ -20,6 +20,7 @@ from fedloom.runs.resolve import resolve_run
 from fedloom.utils import partial_results
 from fedloom.utils.partial_results import PartialResults
 from fedloom.utils.storage import write_json
+from tests.support.rewritten_config import rewrite_config
 from tests.support.small_dynafed import convolutions, images, refiner_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -120,13 +121,12 @@ def test_a_draft_that_is_not_its_own_is_not_used(harm: str, tmp_path: Path) -> N
     if harm == "other options":
         given = settings(inner_lr=0.5)
         whole = fedloom.run("dynafed", out=tmp_path / "other", **given)
-        path = tmp_path / "cut" / "config.toml"
-        path.write_text(path.read_text().replace("inner_lr = 1.0", "inner_lr = 0.5"))
+        dynafed = RunDirectory.open(tmp_path / "cut").config.options["dynafed"]
+        rewrite_config(tmp_path / "cut", options={"dynafed": {**dynafed, "inner_lr": 0.5}})
     if harm == "other models":
         given |= {"epochs": 2}
         whole = fedloom.run("dynafed", out=tmp_path / "other", **given)
-        path = tmp_path / "cut" / "config.toml"
-        path.write_text(path.read_text().replace("epochs = 1", "epochs = 2"))
+        rewrite_config(tmp_path / "cut", epochs=2)
         shutil.rmtree(tmp_path / "cut" / "checkpoints")
     for path in (tmp_path / "cut" / "partial").glob("*"):
         if harm == "gone":
@@ -262,8 +262,8 @@ def test_a_run_that_dies_at_its_very_end_leaves_no_draft_for_ever(
     monkeypatch.setattr(partial_results, "PATIENCE", 0.0)
     write = RunDirectory.write_summary
 
-    def dies(self: RunDirectory, summary: dict[str, Any]) -> None:
-        write(self, summary)
+    def dies(self: RunDirectory, summary: dict[str, Any], **more: Any) -> None:
+        write(self, summary, **more)
         raise Killed
 
     monkeypatch.setattr(RunDirectory, "write_summary", dies)

@@ -314,9 +314,9 @@ def test_the_command_tells_what_was_spent(command: Callable[..., Any], tmp_path:
 
 
 def test_the_command_says_that_the_budget_ends_the_run(command: Callable[..., Any]) -> None:
-    done = command("run", "fedavg", *FEW, "--clip-update", 0.5, "--noise", 1, "--max-epsilon", 1.3)
+    done = command("run", "fedavg", *FEW, "--clip-update", 0.5, "--noise", 1, "--max-epsilon", 0.69)
     assert done.code == 0
-    assert "note: max_epsilon 1.3 is enough for 2 of 4 rounds." in done.err
+    assert "note: max_epsilon 0.69 is enough for 2 of 4 rounds." in done.err
     assert "after round 2 " in done.out
     refused = command("run", "fedavg", *FEW, "--clip-update", 0.5, "--noise", 0.5, "--max-epsilon", 0.1, "--out", "no")
     assert refused.code == 2

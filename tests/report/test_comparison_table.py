@@ -1,6 +1,5 @@
 """Tests of the comparison table: groups, means, intervals, conclusions."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +10,7 @@ from hypothesis import strategies as st
 from fedloom.errors import InputError
 from fedloom.report import RunRecord, make_comparison_table, read_run_record
 from fedloom.utils.formatting import format_bytes, format_list, format_seconds, format_signed
+from fedloom.utils.storage import read_json, write_json
 from tests.support.fake_runs import write_run, write_runs
 
 
@@ -172,8 +172,8 @@ def test_the_default_target_is_a_share_of_the_best_final_accuracy():
 @pytest.mark.parametrize(("test_counts", "chance"), [([60, 30, 10], 0.6), (None, 1 / 3), ([0, 0, 0], 1 / 3)])
 def test_no_target_at_or_below_guessing(tmp_path, test_counts, chance):
     folder = write_run(tmp_path / "run", classes=3)
-    partition = json.loads((folder / "partition.json").read_text())
-    (folder / "partition.json").write_text(json.dumps(partition | {"test_counts": test_counts or []}))
+    partition = read_json(folder / "partition.json")
+    write_json(folder / "partition.json", partition | {"test_counts": test_counts or []})
     record = read_run_record(folder)
     assert record.chance == pytest.approx(chance)
     above = make_comparison_table([record], chance + 0.01)

@@ -19,6 +19,7 @@ from fedloom.report import (
 )
 from fedloom.report.effects import FILE, EffectCell, EffectFactor, EffectGrid
 from fedloom.report.figures import heat_map_figure_data
+from fedloom.utils.storage import read_json, write_json
 from tests.support.fake_runs import write_run
 from tests.support.report_pages import EVIL, Page
 
@@ -160,10 +161,17 @@ def test_where_there_is_only_a_loss_less_is_better():
 def test_a_grid_is_read_back_as_it_was_and_a_damaged_one_refused(tmp_path):
     grid = grid_of(refused=["cross+prox"])
     assert read_effect_grid(tmp_path) is None
-    (tmp_path / FILE).write_text(grid.to_json())
+    grid.write(tmp_path)
     assert read_effect_grid(tmp_path) == grid
     assert grid.refused == {"cross+prox": "cross+prox clashes."}
-    for damage in ("{", "[]", '{"factors": [], "cells": []}', grid.to_json().replace('"sgd"', '"sdg"', 1)):
+    whole = read_json(tmp_path / FILE)
+    for values in ({"factors": [], "cells": []}, {**whole, "cells": 3}, {**whole, "factors": whole["factors"][:1]}):
+        write_json(tmp_path / FILE, values)
+        with pytest.raises(InputError, match="damaged"):
+            read_effect_grid(tmp_path)
+    grid.write(tmp_path)
+    text = (tmp_path / FILE).read_text()
+    for damage in ("{", "[]", text.replace('"sgd"', '"sdg"', 1)):
         (tmp_path / FILE).write_text(damage)
         with pytest.raises(InputError, match="damaged"):
             read_effect_grid(tmp_path)

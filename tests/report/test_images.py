@@ -14,7 +14,7 @@ from fedloom.errors import InputError
 from fedloom.report import make_comparison_table, read_run_record
 from fedloom.report.images import MOST_OF_A_CLASS, _png, _SyntheticImages, render_synthetic_images
 from fedloom.report.page import _render_report
-from fedloom.utils.storage import read_safetensors, write_safetensors
+from fedloom.utils.storage import read_safetensors, write_checked_safetensors
 from tests.support.fake_runs import write_run
 
 NAMES = [str(at) for at in range(10)]
@@ -25,7 +25,7 @@ def write_set(folder: Path, count: int = 20, channels: int = 1, **more: torch.Te
     labels = torch.full((count, 10), 0.01)
     labels[torch.arange(count), torch.arange(count) % 4] = 0.91  # classes 4 to 9 are nobody's
     tensors = {"images": torch.randn(count, channels, 6, 8), "labels": labels, "losses": torch.zeros(0), **more}
-    write_safetensors(folder / "synthetic.safetensors", tensors)
+    write_checked_safetensors(folder / "synthetic.safetensors", tensors)
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_vectors_are_no_pictures(folder: Path) -> None:
 
 def test_a_damaged_set_is_named(folder: Path) -> None:
     (folder / "synthetic.safetensors").write_bytes(b"broken")
-    with pytest.raises(InputError, match=r"synthetic\.safetensors is not a whole safetensors file"):
+    with pytest.raises(InputError, match=r"synthetic\.safetensors is damaged"):
         page(folder)
 
 
@@ -125,6 +125,6 @@ def test_samples_that_were_not_optimized_are_left_out(tmp_path: Path) -> None:
     for folder in folders:
         write_set(folder)
     tensors = read_safetensors(folders[0] / "synthetic.safetensors")
-    write_safetensors(folders[0] / "synthetic.safetensors", {k: v for k, v in tensors.items() if k != "losses"})
+    write_checked_safetensors(folders[0] / "synthetic.safetensors", {k: v for k, v in tensors.items() if k != "losses"})
     html = _render_report(make_comparison_table([read_run_record(folder) for folder in folders]))
     assert re.findall(r"<h3>(.*?, seed \d)</h3>", html) == ["dynafed, seed 1"]

@@ -15,7 +15,8 @@ from fedloom.errors import InputError
 from fedloom.report import RunRecord, make_comparison_table, read_run_record, write_report_page
 from fedloom.report.figures import MOST_CLIENTS, _metric_curve, collect_figure_data
 from fedloom.report.markup import SectionHtml, render_section_tag
-from tests.support.fake_runs import write_run, write_runs
+from fedloom.utils.storage import read_json, write_json
+from tests.support.fake_runs import add_metrics, write_metrics, write_run, write_runs
 from tests.support.report_pages import EVIL, Page
 
 
@@ -33,8 +34,8 @@ def records(tmp_path_factory):
 def evil(tmp_path):
     folder = write_run(tmp_path / "evil<b>", EVIL, data=EVIL, command=EVIL, options={EVIL: {EVIL: 1}}, rounds=3)
     names = [EVIL] * 10
-    counts = json.loads((folder / "partition.json").read_text())["counts"]
-    (folder / "partition.json").write_text(json.dumps({"class_names": names, "counts": counts}))
+    counts = read_json(folder / "partition.json")["counts"]
+    write_json(folder / "partition.json", {"class_names": names, "counts": counts})
     row = {
         "round": 4,
         "failed": 1,
@@ -42,9 +43,8 @@ def evil(tmp_path):
         "diagnostics": {EVIL: 1.0},
         "seconds": {EVIL: 2},
     }
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps(row) + "\n")
-    (folder / "summary.json").write_text(json.dumps({"digest": EVIL}))
+    add_metrics(folder, row)
+    write_json(folder / "summary.json", {**read_json(folder / "summary.json"), "digest": EVIL})
     return read_run_record(folder)
 
 
@@ -150,10 +150,9 @@ def test_no_absolute_path_is_in_a_page(tmp_path):
         for at in range(2)
     ]
     for folder in folders:
-        (folder / "initial.json").write_text(json.dumps({"file": f"{secret}/start.safetensors"}))
+        write_json(folder / "initial.json", {"file": f"{secret}/start.safetensors"})
         row = {"round": 5, "failed": 1, "failed_clients": {"1": f"[Errno 2] no file: '{secret}/x.npz'"}}
-        with (folder / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        add_metrics(folder, row)
     command = shlex.join(["fedloom", "compare", "fedavg", "--cache-dir", f"{secret}/cache"])
     page = report([read_run_record(folder) for folder in folders], tmp_path / "report.html", command=command)
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
@@ -274,11 +273,12 @@ def test_a_browser_draws_the_figures(records, tmp_path, browse):
 
 def test_no_two_marks_of_an_axis_say_the_same(tmp_path, browse):
     """Of a short run whose accuracy hardly moves."""
-    folder = write_run(tmp_path / "run", rounds=3)
+    folder = write_run(tmp_path / "run", rounds=3, finished=False)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for at, row in enumerate(rows):
         row["accuracy"] = 0.1 + 0.001 * at
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        del row["sha256"]
+    write_metrics(folder, rows)
     write_report_page([read_run_record(folder)], tmp_path / "report.html")
     curves = browse(tmp_path / "report.html").partition('id="curves"')[2].partition('id="partition"')[0]
     assert re.findall(r'class="xtick"><text[^>]*>([^<]*)<', curves) == ["0", "1", "2", "3"]

@@ -1,7 +1,7 @@
 """Tests of reading run directories, and of grouping runs over seeds."""
 
-import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from fedloom.errors import InputError
 from fedloom.report import RunRecord, read_run_record
+from fedloom.utils.storage import write_json
 from tests.support.fake_runs import write_run
 
 
@@ -29,26 +30,46 @@ def test_a_run_is_read_whole(folder):
     assert record.series("seconds.train")[0].tolist() == list(range(1, 41))
 
 
-def test_a_torn_last_line_is_ignored(folder):
+def test_a_torn_last_line_is_ignored_while_a_run_has_not_finished(folder):
     whole = read_run_record(folder).history
     with (folder / "metrics.jsonl").open("ab") as file:
         file.write('{"round": 41, "note": "é'.encode()[:-1])
+    with pytest.raises(InputError, match=r"the last line of .*metrics\.jsonl is not complete"):
+        read_run_record(folder)
+    (folder / "summary.json").unlink()
     assert read_run_record(folder).history == whole
 
 
-def test_a_round_written_again_after_a_resume_holds(folder):
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"round": 39, "accuracy": 0.125}) + "\n")
-    history = read_run_record(folder).history
-    assert [row["round"] for row in history] == list(range(41))
-    assert history[39] == {"round": 39, "accuracy": 0.125}
-
-
-def test_a_run_that_only_started_is_fine(tmp_path):
-    (tmp_path / "config.toml").write_text('method = "fedavg"\n')
-    record = read_run_record(tmp_path)
+def test_a_run_that_only_started_is_fine(folder):
+    for name in ("metrics.jsonl", "summary.json", "partition.json"):
+        (folder / name).unlink()
+    record = read_run_record(folder)
     assert (record.history, record.summary, record.counts, record.last_round) == ([], None, None, 0)
     assert record.total("bytes_up") is None
+
+
+@pytest.mark.parametrize("name", ["config.toml", "inputs.json", "metrics.jsonl", "summary.json", "partition.json"])
+@pytest.mark.parametrize("place", [0, 0.3, 0.6, 0.999999])
+def test_each_flipped_bit_is_found_and_its_file_named(folder, name, place):
+    content = bytearray((folder / name).read_bytes())
+    at = int(place * len(content))
+    for bit in range(8):
+        flipped = content.copy()
+        flipped[at] ^= 1 << bit
+        (folder / name).write_bytes(flipped)
+        with pytest.raises(InputError, match=re.escape(name)):
+            read_run_record(folder)
+
+
+@pytest.mark.parametrize("count", [1, 2, 41])
+def test_missing_lines_of_a_finished_run_are_found(folder, count):
+    lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_bytes(b"".join(lines[:-count]))
+    with pytest.raises(InputError, match=r"metrics\.jsonl is damaged: lines are missing at its end"):
+        read_run_record(folder)
+    (folder / "metrics.jsonl").write_bytes(b"".join(lines[count:]))
+    with pytest.raises(InputError, match=r"metrics\.jsonl is damaged"):
+        read_run_record(folder)
 
 
 @pytest.mark.parametrize(
@@ -61,15 +82,20 @@ def test_a_run_that_only_started_is_fine(tmp_path):
         ("metrics.jsonl", '{"round": "1"}\n'),
         ("summary.json", "{"),
         ("summary.json", "[]"),
-        ("partition.json", '{"counts": [[1, 2], [3]]}'),
-        ("partition.json", '{"counts": [[1.5]]}'),
-        ("partition.json", '{"counts": [[-1]]}'),
-        ("partition.json", '{"counts": [[NaN]]}'),
-        ("partition.json", '{"counts": "many"}'),
     ],
 )
 def test_a_broken_file_is_named_in_one_sentence(folder, name, text):
     (folder / name).write_text(text)
+    refuse(folder, name)
+
+
+@pytest.mark.parametrize("counts", [[[1, 2], [3]], [[1.5]], [[-1]], [[math.nan]], "many"])
+def test_a_partition_of_other_values_is_named(folder, counts):
+    write_json(folder / "partition.json", {"counts": counts})
+    refuse(folder, "partition.json")
+
+
+def refuse(folder, name):
     with pytest.raises(InputError) as error:
         read_run_record(folder)
     assert name in str(error.value)
@@ -108,12 +134,15 @@ def test_running_sums_end_at_the_total(costs):
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
 @given(name=st.sampled_from(["config.toml", "metrics.jsonl", "summary.json", "partition.json"]), junk=st.binary())
 def test_junk_is_read_or_refused_but_never_a_traceback(tmp_path, name, junk):
-    (tmp_path / "config.toml").write_text("")
-    (tmp_path / name).write_bytes(junk)
+    if not (tmp_path / "run").exists():
+        write_run(tmp_path / "run", rounds=2)
+    path = tmp_path / "run" / name
+    whole = path.read_bytes()
+    path.write_bytes(junk)
     said = ""
     try:
-        read_run_record(tmp_path)
+        read_run_record(tmp_path / "run")
     except InputError as error:
         said = str(error)
-    (tmp_path / name).unlink()
+    path.write_bytes(whole)
     assert "\n" not in said

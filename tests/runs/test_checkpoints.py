@@ -229,7 +229,7 @@ def test_another_format_is_said(tmp_path: Path) -> None:
     for round in (1, 2):
         path = tmp_path / f"round-{round:06d}.json"
         write_json(path, read_json(path) | {"format": 99})
-    with pytest.raises(InputError, match=r"round-000002\.json has format 99; this version of fedloom reads 2\."):
+    with pytest.raises(InputError, match=r"round-000002\.json has format 99; this version of fedloom reads 3\."):
         Checkpoints(tmp_path).load_latest(empty_homes())
 
 

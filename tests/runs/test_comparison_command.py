@@ -10,6 +10,7 @@ import pytest
 import fedloom
 from fedloom.errors import InputError
 from fedloom.report import ComparisonRecord
+from fedloom.utils.storage import write_json
 from tests.support.array_data import arrays, network
 
 Command = Callable[..., Any]
@@ -57,8 +58,15 @@ def test_the_order_of_runs_is_that_of_the_record_and_others_follow() -> None:
     ]
 
 
-@pytest.mark.parametrize("damage", ["{", "[]", "{}", '{"runs": 3, "command": null}'])
+@pytest.mark.parametrize("damage", ["{", "[]", "{}", '{"runs": ["a"], "command": null}'])
 def test_a_damaged_record_is_refused(tmp_path: Path, damage: str) -> None:
     (tmp_path / "comparison.json").write_text(damage)
-    with pytest.raises(InputError, match=r"comparison.json' is damaged: it does not hold a comparison"):
+    with pytest.raises(InputError, match=r"comparison\.json is damaged: its checksum is not"):
+        ComparisonRecord.read(tmp_path)
+
+
+@pytest.mark.parametrize("content", [{"command": None}, {"runs": 3, "command": None}])
+def test_a_record_of_something_else_is_refused(tmp_path: Path, content: dict[str, Any]) -> None:
+    write_json(tmp_path / "comparison.json", content)
+    with pytest.raises(InputError, match=r"comparison\.json is damaged: it does not hold a comparison"):
         ComparisonRecord.read(tmp_path)

@@ -13,6 +13,7 @@ import fedloom
 from fedloom.errors import InputError
 from fedloom.runs.callback import Callback
 from tests.support.refusals import TINY, Command, refused
+from tests.support.rewritten_config import rewrite_config
 
 
 @pytest.fixture
@@ -83,8 +84,8 @@ def test_damaged_client_files(command: Command, unfinished: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("format = 2", "format = 99", ("format 99", "fedloom")),
-        ("format = 2\n", "", ("format None",)),
+        ("format = 3", "format = 99", ("format 99", "fedloom")),
+        ("format = 3\n", "", ("format None",)),
         ("rounds = 3", "rounds = -3", ("config.toml", "rounds")),
         ("rounds = 3", "rouns = 3", ("config.toml", "'rouns'", "'rounds'")),
         ("rounds = 3", "rounds = 3 3", ("config.toml", "TOML")),
@@ -150,8 +151,7 @@ class Gone(Callback):
 def test_for_a_model_that_is_gone_one_of_several_gpus_is_enough(command: Command, tmp_path: Path) -> None:
     assert command("run", "fedavg", *TINY, "--out", "r", "--quiet").code == 0
     (tmp_path / "r" / "model.safetensors").unlink()
-    path = tmp_path / "r" / "config.toml"
-    path.write_text(path.read_text().replace('device = "cpu"', 'device = "cuda:7,cuda:8"'))
+    rewrite_config(tmp_path / "r", device="cuda:7,cuda:8")
     refused(command("resume", "r"), "device 'cuda:7' cannot be used here")
 
 

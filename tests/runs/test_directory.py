@@ -1,7 +1,6 @@
 """Tests of the run directory: round trip, damaged files, no overwriting."""
 
 import errno
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from fedloom.config import Config
 from fedloom.errors import FedloomError, InputError
 from fedloom.runs.directory import RunDirectory, claim_directory, directory_name, refuse_occupied_directory
-from fedloom.utils.storage import read_safetensors
+from fedloom.utils.storage import read_json, read_safetensors
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 OPTION = st.one_of(st.booleans(), st.integers(-(2**60), 2**60), st.floats(allow_nan=False), TEXT)
@@ -68,7 +67,7 @@ def test_every_config_is_read_back_as_it_was(
 
 def test_a_new_folder_holds_its_config_alone(tmp_path: Path) -> None:
     made = RunDirectory.create(tmp_path / "a" / "b", Config(keep_checkpoints=5))
-    assert [p.name for p in made.path.iterdir()] == ["config.toml"]
+    assert sorted(p.name for p in made.path.iterdir()) == ["config.toml", "inputs.json"]
     assert made.checkpoints.keep_checkpoints == 5
     assert made.history() == []
     assert made.summary() is None
@@ -87,7 +86,7 @@ def test_a_folder_that_holds_something_is_refused_and_left_alone(tmp_path: Path)
         InputError, match=r"is not empty; choose another --out, or continue with: fedloom resume .*run$"
     ):
         claim(tmp_path / "run")
-    assert [p.name for p in (tmp_path / "run").iterdir()] == ["config.toml"]
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["config.toml", "inputs.json"]
 
 
 def test_a_file_in_the_way_is_said(tmp_path: Path) -> None:
@@ -113,7 +112,7 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: py
                 claim(tmp_path / "full")
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        with pytest.raises(FedloomError, match=r"cannot write .*config\.toml: No space left on device\."):
+        with pytest.raises(FedloomError, match=r"cannot write .*inputs\.json: No space left on device\."):
             claim(tmp_path / "full")
     assert list(tmp_path.iterdir()) == []
     claim(tmp_path / "full")  # once there is room again, nothing is in the way
@@ -130,11 +129,14 @@ def test_what_is_not_a_run_is_said(tmp_path: Path) -> None:
             RunDirectory.open(path)
 
 
-@pytest.mark.parametrize("found", ["3", '"one"'])
+@pytest.mark.parametrize("found", ["2", "4", '"one"'])
 def test_a_run_of_another_format_is_said(found: str, folder: RunDirectory) -> None:
     config = folder.path / "config.toml"
-    config.write_text(config.read_text().replace("format = 2", f"format = {found}"))
-    with pytest.raises(InputError, match=r"is a run of format .* \(made by fedloom .*\); .* reads format 2\."):
+    config.write_text(config.read_text().replace("format = 3", f"format = {found}"))
+    with pytest.raises(
+        InputError,
+        match=r"is a run of format .* \(made by fedloom .*\); .* reads format 3\. Repeat it with: fedloom run",
+    ):
         RunDirectory.open(folder.path)
     config.write_text("")
     with pytest.raises(InputError, match=r"format None \(made by fedloom unknown\)"):
@@ -186,8 +188,11 @@ def test_a_line_cut_anywhere_does_not_count_and_is_rewound(folder: RunDirectory)
 
 @pytest.mark.parametrize("line", [b"{", b"", b"3", b"[]", b"{}", b'{"round": "x"}', b"\xff"])
 def test_a_spoilt_line_in_the_middle_is_said(line: bytes, folder: RunDirectory) -> None:
-    (folder.path / "metrics.jsonl").write_bytes(b'{"round": 0}\n' + line + b'\n{"round": 2}\n')
-    with pytest.raises(InputError, match=r"line 2 of .*metrics\.jsonl is"):
+    for record in RECORDS:
+        folder.append_record(record)
+    lines = (folder.path / "metrics.jsonl").read_bytes().splitlines()
+    (folder.path / "metrics.jsonl").write_bytes(b"\n".join([lines[0], line, *lines[2:], b""]))
+    with pytest.raises(InputError, match=r"line 2 of .*metrics\.jsonl is damaged"):
         folder.history()
 
 
@@ -205,18 +210,23 @@ def test_rewind_forgets_later_rounds_alone(count: int, round: int, tmp_path_fact
 def test_rewind_adds_the_record_that_a_kill_left_out(folder: RunDirectory) -> None:
     for record in RECORDS[:2]:
         folder.append_record(record)
-    folder.rewind(2, RECORDS[2])
+    before = folder.metrics_checksum
+    folder.rewind(2, RECORDS[2], before)
     assert folder.history() == RECORDS[:3]
-    folder.rewind(2, {"round": 2, "loss": 99.0})
+    folder.rewind(2, {"round": 2, "loss": 99.0}, before)
     assert folder.history() == RECORDS[:3], "a record that is there already stays"
 
 
 def test_metrics_that_cannot_be_written_or_read_are_said(folder: RunDirectory) -> None:
     (folder.path / "metrics.jsonl").mkdir()
-    with pytest.raises(FedloomError, match=r"cannot write .*metrics\.jsonl: Is a directory\."):
-        folder.append_record({"round": 0})
     with pytest.raises(FedloomError, match=r"cannot read .*metrics\.jsonl: Is a directory\."):
         folder.history()
+    (folder.path / "metrics.jsonl").rmdir()
+    folder.append_record({"round": 0})
+    (folder.path / "metrics.jsonl").unlink()
+    (folder.path / "metrics.jsonl").mkdir()
+    with pytest.raises(FedloomError, match=r"cannot write .*metrics\.jsonl: Is a directory\."):
+        folder.append_record({"round": 1})
 
 
 # beside them
@@ -236,7 +246,7 @@ def test_the_partition_is_stored_where_it_is_known(folder: RunDirectory) -> None
     stored = {"classes": 3, "class_names": ["a", "b", "c"], "counts": [[1, 2, 3], [0, 0, 9]]}
     for test_counts, also in ((None, {}), (np.array([4, 5, 6]), {"test_counts": [4, 5, 6]})):
         folder.write_partition(np.array(stored["counts"]), ("a", "b", "c"), test_counts)
-        assert json.loads((folder.path / "partition.json").read_text()) == stored | also
+        assert read_json(folder.path / "partition.json") == stored | also
 
 
 def test_the_summary_is_read_back_or_refused(folder: RunDirectory) -> None:

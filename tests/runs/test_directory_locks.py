@@ -16,7 +16,7 @@ import pytest
 import fedloom
 from fedloom.errors import InputError
 from fedloom.runs import directory as folders
-from fedloom.runs.directory import RunDirectory, _lock_directory, claim_directory, refuse_occupied_directory
+from fedloom.runs.directory import RunDirectory, claim_directory, hold_directory_lock, refuse_occupied_directory
 from tests.support.small_runs import TINY, TINY_OPTIONS, tiny
 
 WORDS = tuple(map(str, (*TINY_OPTIONS, "--engine", "sequential", "--quiet")))
@@ -172,7 +172,7 @@ def test_who_waited_for_one_that_leaves_nothing_has_the_folder_to_itself(
     while not held:
         time.sleep(0.01)
     monkeypatch.setattr(folders, "PATIENCE", 1)
-    with pytest.raises(InputError, match="another process is at work"), _lock_directory(path):
+    with pytest.raises(InputError, match="another process is at work"), hold_directory_lock(path):
         raise AssertionError("the lock was given twice")
     thread.join()
     assert path.exists() == (name == "there")

@@ -12,6 +12,7 @@ import pytest
 
 from fedloom import Client, LocalSteps, LocalTrainer, Method, Options, register
 from fedloom.runs.directory import RunDirectory
+from tests.support.rewritten_config import rewrite_config
 from tests.support.small_runs import TINY_OPTIONS, Command
 
 
@@ -86,8 +87,7 @@ def test_a_stopped_comparison_says_how_the_comparison_goes_on(command: Command) 
 def test_a_stopped_verification_offers_nothing_to_resume(command: Command, tmp_path: Path, times: str) -> None:
     """It runs in a folder that is deleted."""
     command("run", "fedavg", *TINY_OPTIONS, "--engine", "sequential", "--out", "r", "--json").result  # noqa: B018
-    config = tmp_path / "r" / "config.toml"
-    config.write_text(config.read_text().replace('method = "fedavg"', f'method = "test-{times}"'))
+    rewrite_config(tmp_path / "r", method=f"test-{times}")
     ended = command("verify", "r")
     assert ended.code == 130
     assert "resume" not in ended.err.splitlines()[-1]
@@ -145,8 +145,7 @@ def test_a_real_process_stops_and_goes_on(command: Command, tmp_path: Path, numb
     # three more rounds, and the same bits as without the stop
     history = RunDirectory.open(tmp_path / "r").history()
     rounds = history[-1]["round"] + 3
-    config = tmp_path / "r" / "config.toml"
-    config.write_text(config.read_text().replace("rounds = 3000", f"rounds = {rounds}"))
+    rewrite_config(tmp_path / "r", rounds=rounds)
     resumed = command("resume", "r", "--json").result
     whole = command("run", "scaffold", *ENDLESS, "--rounds", rounds, "--json").result
     assert (resumed["digest"], resumed["rounds"]) == (whole["digest"], rounds)

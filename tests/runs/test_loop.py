@@ -1,5 +1,6 @@
 """Tests of the loop over rounds: checkpoints when due, callbacks at the end."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 import fedloom
+from fedloom.errors import RunStopped
 from fedloom.runs import loop
 from fedloom.runs.callback import Callback
 from fedloom.runs.checkpoints import Checkpoints
@@ -34,6 +36,39 @@ def test_checkpoints_are_as_many_seconds_apart_as_was_asked(
     monkeypatch.setattr(Checkpoints, "save", lambda self, round, *_, **__: saved.append(round))
     fedloom.run("fedavg", **RUN, checkpoint_seconds=seconds, out=tmp_path / "run")
     assert saved == expected
+
+
+class StopAfter(Callback):
+    """Stops a run after a round."""
+
+    def __init__(self, round: int) -> None:
+        self._last, self._stop = round, False
+
+    def on_round_end(self, record: Mapping[str, Any]) -> None:
+        self._stop = record["round"] == self._last
+
+    def should_stop(self) -> bool:
+        return self._stop
+
+
+@pytest.mark.parametrize("record_is_lost", [False, True])
+def test_the_checkpoint_of_a_stop_belongs_to_the_lines_before_its_record(record_is_lost: bool, tmp_path: Path) -> None:
+    """The record is in metrics.jsonl when the checkpoint is written, and then written again with another time."""
+    whole = fedloom.run("fedavg", **RUN, out=tmp_path / "whole")
+    path = tmp_path / "run"
+    with pytest.raises(RunStopped):
+        fedloom.run("fedavg", **RUN, checkpoint_seconds=99.0, out=path, callbacks=[StopAfter(3)])
+    lines = (path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    assert len(lines) == 4
+    if record_is_lost:
+        (path / "metrics.jsonl").write_bytes(b"".join(lines[:-1]))
+    run = fedloom.resume(path, report=False)
+    assert run.digest == whole.digest
+    assert [record["round"] for record in run.history] == [*range(9)]
+    (path / "metrics.jsonl").write_bytes(b"")
+    (path / "summary.json").unlink()
+    with pytest.raises(fedloom.InputError, match=r"metrics\.jsonl is damaged: lines before round 8 are missing"):
+        fedloom.resume(path)
 
 
 def test_who_looks_on_is_told_of_the_end_however_impatient_people_are(

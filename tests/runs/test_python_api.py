@@ -23,6 +23,7 @@ from fedloom.runs.callback import Callback
 from fedloom.runs.directory import RunDirectory
 from fedloom.runs.execute import _refuse_changes
 from tests.support.array_data import SMALL, arrays, network
+from tests.support.rewritten_config import rewrite_config
 
 
 def copied(module: nn.Module) -> dict[str, Tensor]:
@@ -350,11 +351,7 @@ def test_a_million_clients(tmp_path: Path, method: str) -> None:
 def test_a_run_on_a_gpu_gives_its_model_where_there_is_none(tmp_path: Path) -> None:
     """Precision and order of images are the training's, not the model's."""
     run = fedloom.run("fedavg", model="cnn", out=tmp_path / "run", rounds=1, clients=2, steps=1, report=False)
-    config = tmp_path / "run" / "config.toml"
-    text = config.read_text().replace('device = "cpu"', 'device = "cuda"')
-    text = text.replace('precision = "tf32"', 'precision = "bf16"\nchannels_last = true')
-    assert text.count("cuda") == 2 - ("--device cpu" in text)
-    config.write_text(text)
+    rewrite_config(tmp_path / "run", device="cuda", precision="bf16", channels_last=True)
     there = fedloom.resume(tmp_path / "run", report=False)
     assert there.config.precision == "bf16"
     for ours, theirs in zip(there.model().parameters(), run.model().parameters(), strict=True):

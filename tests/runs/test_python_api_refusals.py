@@ -23,12 +23,10 @@ from tests.support.array_data import SMALL, arrays, network
         ({"model": lambda: nn.Linear(6, 3)}, "cannot be trained"),
         ({"model": lambda: nn.Linear(5, 2)}, "2 outputs.*3 classes|out of bounds"),
         ({"model": lambda: nn.ReLU()}, "no trainable parameter"),
-        ({"model": None}, "the model must be a name, an nn.Module or a function that returns one, not NoneType"),
         ({"loss": lambda output, y: output.sum(1)}, "one number"),
         ({"loss": lambda output, y: 1.5}, r"the loss must be a tensor with one number, not 1\.5"),
         ({"loss": lambda output, y: torch.tensor(1.5)}, "does not depend on the model's output"),
         ({"loss": "mse"}, "the loss must be a function of outputs and targets, not 'mse'"),
-        ({"data": None}, "data must be the name of a data set or a FederatedDataset .*, not None"),
         ({"data": [(np.zeros((50, 5)), np.zeros(50))]}, r"FederatedDataset\.from_arrays\), not a list"),
         ({"options": {"mu": 0.1}}, r"options are given by method, such as .*, not \{'mu': 0\.1\}"),
         ({"options": "mu=0.1"}, "options are given by method, such as .*, not 'mu=0.1'"),
@@ -55,6 +53,8 @@ def test_what_cannot_be_run_is_refused_before_anything_is_written(
         ({"seeds": [1, 2]}, r"seeds must be a whole number, not \[1, 2\]"),
         ({"target": "high"}, "target must be a number, not 'high'"),
         ({"options": {"mu": 0.1}}, "options are given by method"),
+        ({"model": None}, "the model must be a name, an nn.Module or a function that returns one, not NoneType"),
+        ({"data": None}, "data must be the name of a data set or a FederatedDataset .*, not None"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(tmp_path: Path, given: dict[str, Any], words: str) -> None:

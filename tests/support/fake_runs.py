@@ -1,11 +1,16 @@
 """Run directories that look real, made without training."""
 
+import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tomli_w
+
+from fedloom.utils.run_files import FORMAT
+from fedloom.utils.storage import add_json_checksum, read_json, write_json
 
 PACE = {"fedavg": (0.86, 9.0), "fedcross": (0.925, 14.0), "fedmr": (0.92, 12.0), "fedcross+lss": (0.93, 5.0)}
 """Where a method's accuracy ends, and how many rounds it takes to get most of the way."""
@@ -51,9 +56,13 @@ def write_run(
         "python": "3.11.9",
         "platform": "Linux x86_64",
     }
-    (folder / "config.toml").write_text(tomli_w.dumps(config), encoding="utf-8")
+    config = {"format": FORMAT, **config}
+    content = tomli_w.dumps(config).encode()
+    (folder / "config.toml").write_bytes(content)
+    inputs = {"config": config, "config_sha256": [hashlib.sha256(content).hexdigest()], "data": {}, "machines": [{}]}
+    write_json(folder / "inputs.json", inputs)
 
-    lines = []
+    rows = []
     for this in range((rounds if upto is None else upto) + 1):
         accuracy = float(np.clip(top - (top - 0.1) * np.exp(-this / pace) + draw.normal(0, 0.008), 0, 1))
         row: dict[str, Any] = {"round": this}
@@ -88,19 +97,40 @@ def write_run(
             }
             if "fedcross" in method:
                 row["diagnostics"] = {"similarity": 1 - np.exp(-this / 20), "spread": 3 * np.exp(-this / 15)}
-        lines.append(json.dumps(row))
-    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        rows.append(row)
+    checksum = write_metrics(folder, rows)
 
     shares = np.random.default_rng(seed).dirichlet([0.3] * clients, classes)
     counts = np.rint(shares.T * 144).astype(int).tolist()
     names = [str(at) for at in range(classes)]
     partition = {"classes": classes, "class_names": names, "counts": counts}
-    (folder / "partition.json").write_text(json.dumps(partition), encoding="utf-8")
+    write_json(folder / "partition.json", partition)
     if finished:
         digest = f"sha256:{draw.bytes(32).hex()}"
-        summary = {"method": method, "seed": seed, "rounds": rounds, "digest": digest}
-        (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+        summary = {"method": method, "seed": seed, "rounds": rounds, "digest": digest, "metrics_sha256": checksum}
+        summary["rounds_read"] = False
+        write_json(folder / "summary.json", summary)
     return folder
+
+
+def write_metrics(folder: Path, rows: Sequence[dict[str, Any]]) -> str:
+    """Write the rows of metrics.jsonl, and return the checksum of the last one."""
+    content, checksum = b"", ""
+    for row in rows:
+        line, checksum = add_json_checksum(row, checksum)
+        content += line + b"\n"
+    (folder / "metrics.jsonl").write_bytes(content)
+    return checksum
+
+
+def add_metrics(folder: Path, *rows: dict[str, Any]) -> None:
+    """Add rows to the metrics of a run, and to the totals if it has finished."""
+    before = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row in before:
+        del row["sha256"]
+    checksum = write_metrics(folder, [*before, *rows])
+    if (folder / "summary.json").exists():
+        write_json(folder / "summary.json", {**read_json(folder / "summary.json"), "metrics_sha256": checksum})
 
 
 def write_runs(root: Path, methods: tuple[str, ...] = ("fedavg", "fedcross", "fedmr")) -> list[Path]:

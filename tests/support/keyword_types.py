@@ -42,9 +42,15 @@ def generate() -> str:
         ),
         typed_dict(
             "ExecutionSettings",
-            "Settings that `resume` and `verify` may change.",
+            "Settings that `verify` may change.",
             Config,
             EXECUTION_SETTINGS | {"device"},
+        ),
+        typed_dict(
+            "ResumeSettings",
+            "Settings that `resume` may change.",
+            Config,
+            EXECUTION_SETTINGS | {"device", "rounds"},
         ),
     ]
     return "\n\n".join(parts)

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM stop a run after its round, or a second time at once.
+"""Ctrl-C, SIGTERM and SIGHUP stop a run after its round, or a second time at once.
 
 Long work of the server stops at its next partial result. Both ways, the run can be resumed.
 """
@@ -13,14 +13,16 @@ from fedloom.runs.callback import Callback, RunDescription
 
 
 class StopOnSignal(Callback):
-    """A callback that stops a run at the first Ctrl-C or SIGTERM, and raises KeyboardInterrupt at the second."""
+    """A callback that stops a run at the first of these signals, and raises KeyboardInterrupt at the second."""
 
     def __init__(self) -> None:
         self._signals = 0
         self._handlers: dict[int, Any] = {}
 
     def on_run_start(self, folder: Path, config: RunDescription, history: list[dict[str, Any]]) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:  # started with nohup
+                continue
             try:
                 self._handlers[number] = signal.signal(number, self._on_signal)
             except ValueError:  # not in the main thread, which alone may handle signals

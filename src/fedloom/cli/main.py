@@ -56,9 +56,15 @@ def _with_extras(settings: dict[str, Any], imports: list[str] | None) -> dict[st
 @add_cli_options()
 def run(
     method: Annotated[
-        str,
+        str | None,
         typer.Argument(help="method, or several joined by +, each with options and settings: fedprox:mu=0.1,lr=0.05"),
-    ],
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config", metavar="FILE", help="TOML file of settings, such as config.toml of a run; options override it"
+        ),
+    ] = None,
     set_: MethodOptions = None,
     import_: Imports = None,
     out: Out = None,
@@ -71,19 +77,21 @@ def run(
 
     Writes a directory with the configuration, metrics, checkpoints, the model and a report.
     """
+    if method is None and config is None:
+        raise InputError("Missing argument 'METHOD'; name a method (`fedloom list methods`), or give --config FILE.")
     with show_loading(quiet):
         from fedloom.cli.progress import ProgressDisplay
+        from fedloom.runs.config_file import merge_config_file
         from fedloom.runs.execute import execute_run
         from fedloom.runs.resolve import resolve_config, resolve_run
 
-    config = resolve_config(
-        {**_with_extras(settings, import_), "method": method, "options": parse_config_overrides(set_ or ())}
-    )
-    print_run_summary(_interruptible(partial(execute_run, resolve_run(config), out=out), ProgressDisplay(quiet)), json_)
+    values = {**_with_extras(settings, import_), "method": method, "options": parse_config_overrides(set_ or ())}
+    request = resolve_run(resolve_config(values if config is None else merge_config_file(config, values)))
+    print_run_summary(_interruptible(partial(execute_run, request, out=out), ProgressDisplay(quiet)), json_)
 
 
 @app.command()
-@add_cli_options(EXECUTION_SETTINGS | {"device"})
+@add_cli_options(EXECUTION_SETTINGS | {"device", "rounds"})
 def resume(
     run: Annotated[Path, typer.Argument(help="run directory")],
     import_: Imports = None,
@@ -92,7 +100,10 @@ def resume(
     *,
     settings: dict[str, Any],
 ) -> None:
-    """Continue a run that was stopped or killed. The result has the same bits as without the interruption."""
+    """Continue a run that was stopped or killed. The result has the same bits as without the interruption.
+
+    With --rounds, extend a finished run to this total, unless its method depends on the number of rounds.
+    """
     with show_loading(quiet):
         from fedloom.cli.progress import ProgressDisplay
         from fedloom.methods import import_method_file
@@ -115,6 +126,7 @@ def verify(
         from fedloom.cli.progress import ProgressDisplay
         from fedloom.methods import import_method_file
         from fedloom.runs.execute import verify
+        from fedloom.runs.inputs import explain_verify_mismatch
         from fedloom.runs.result import count_failures_in_result
 
     for path in import_ or ():
@@ -126,12 +138,13 @@ def verify(
     elif same:
         print(f"{run} is exact: repeated, it gave the same model, {now}.")
     if not same:
-        failed = count_failures_in_result(run)
-        reason = (
-            f"{failed} client tasks failed in the first run, and verify does not repeat failures."
-            if failed
-            else "other versions (see config.toml) or another processor round differently."
-        )
+        failed, moved = count_failures_in_result(run), explain_verify_mismatch(run)
+        if failed:
+            reason = f"{failed} client tasks failed in the first run, and verify does not repeat failures."
+        elif moved:
+            reason = f"a likely cause: {moved}."
+        else:
+            reason = "software, instruction set and GPU are the same, so the data or code outside fedloom changed."
         raise FedloomError(f"{run} gave {before} at first and {now} now; {reason}")
 
 
@@ -189,14 +202,10 @@ def compare(
     # concurrent runs share one bar
     display = ProgressDisplay(quiet, () if num_concurrent > 1 else plan.methods if plan else names, count)
     advice = f"continue with the same command and --out {out}" if out else None
-    given: dict[str, Any] = {
-        "grid": plan,
-        "options": options,
-        "out": out,
-        "target": goal,
-        "concurrent_runs": num_concurrent,
-    }
-    print_comparison(_interruptible(partial(compare, names, count, **given, **values), display, advice), json_)
+    values |= {"grid": plan, "options": options, "out": out, "target": goal, "concurrent_runs": num_concurrent}
+    result = _interruptible(partial(compare, names, count, **values), display, advice)
+    print_comparison(result, json_)
+    _raise_if_diverged(result.runs)
 
 
 @app.command()
@@ -267,6 +276,13 @@ def _interruptible(work: Callable[..., T], display: Any, advice: str | None = No
         raise _Interrupted(f"interrupted; {advice}" if advice else "interrupted") from None
 
 
+def _raise_if_diverged(runs: Sequence[Any]) -> None:
+    """Raise an error if runs of a comparison diverged."""
+    diverged = [run.diverged for run in runs if run.diverged is not None]
+    if diverged:
+        raise FedloomError(f"{len(diverged)} of {len(runs)} runs diverged; the first: {diverged[0]}.")
+
+
 class _Interrupted(FedloomError):
     exit_code = 130
 
@@ -299,10 +315,13 @@ def _main(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command. Every error becomes one sentence on stderr and an exit code."""
     try:
-        words = None if arguments is None else list(arguments)
+        words = list(sys.argv[1:] if arguments is None else arguments)
+        _refuse_undecodable(words)
         code = app(args=words, prog_name="fedloom", standalone_mode=False)
         if code == 130:  # typer turns Ctrl-C into this code, without a message
             _complain("interrupted")
+        if sys.stdout is not None:
+            sys.stdout.flush()  # now, because an error at the exit of Python would print a traceback
         sys.exit(code if isinstance(code, int) else 0)
     except ClickException as error:
         message = error.format_message()
@@ -320,11 +339,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _complain("interrupted")
         sys.exit(130)
     except BrokenPipeError:  # the reader of stdout, such as `head`, has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
+        _end_without_reader()
+    except SystemExit as error:
+        if isinstance(error.__context__, BrokenPipeError):  # rich ends with 1
+            _end_without_reader()
+        raise
+    except UnicodeEncodeError as error:  # a path that comes from the current folder or a file
+        _complain(f"{error.object!r} is not text in UTF-8; rename the file or folder.")
+        sys.exit(2)
     except OSError as error:  # a full disk behind stdout, say
         _complain(f"{error.strerror or error}.")
         sys.exit(1)
+
+
+def _refuse_undecodable(words: Sequence[str]) -> None:
+    """Raise an InputError for an argument that is not UTF-8: files of a run could not hold it."""
+    for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            raise InputError(f"{word!r} is not text in UTF-8; rename the file or folder.") from None
+
+
+def _end_without_reader() -> None:
+    """Exit like a program that SIGPIPE has ended, without a message at the exit of Python."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for number in (1, 2):
+        os.dup2(nowhere, number)
+    sys.exit(141)
 
 
 def _complain(text: str) -> None:

@@ -6,6 +6,7 @@ A bank lies in ordinary memory, on a GPU, or in memory that worker processes sha
 """
 
 import ctypes
+import hashlib
 import mmap
 import os
 import uuid
@@ -25,8 +26,8 @@ class RowStore:
     """Store rows by number: `put` copies a row in, `read` returns it, `drop` releases it.
 
     With a folder, rows lie in a file, and a checkpoint holds only their numbers. So a dropped row is not overwritten
-    while one of the last `keep_checkpoints` checkpoints may refer to it. Rows are read to `device`, and without a
-    folder also kept there.
+    while one of the last `keep_checkpoints` checkpoints may refer to it. A checkpoint also has the SHA-256 of each row,
+    so a damaged row is found. Rows are read to `device`, and without a folder also kept there.
     """
 
     def __init__(
@@ -47,6 +48,8 @@ class RowStore:
         self._rows: dict[int, Tensor] = {}
         self._free: list[int] = []
         self._dropped: list[list[int]] = [[]]
+        self._digests: dict[int, str] = {}
+        """The SHA-256 of each row in the file."""
         self._next = 0
         self._token = uuid.uuid4().hex if folder is not None else ""
         self._handle: int | None = None
@@ -74,6 +77,8 @@ class RowStore:
         content = bytearray(os.pread(self._file(), size, number * size))
         if len(content) != size:
             raise InputError(f"{self.path} ends before row {number}: it is not whole.")
+        if hashlib.sha256(content).hexdigest() != self._digests[number]:
+            raise InputError(f"{self.path} is damaged: the checksum of row {number} is not the one that was stored.")
         return torch.frombuffer(content, dtype=self.dtype).to(self.device)
 
     def drop(self, number: int) -> None:
@@ -82,6 +87,7 @@ class RowStore:
             del self._rows[number]
             self._free.append(number)
         else:
+            del self._digests[number]
             self._dropped[-1].append(number)
 
     def state_dict(self) -> dict[str, Any]:
@@ -92,7 +98,13 @@ class RowStore:
         self._dropped.append([])
         if len(self._dropped) > self._keep_checkpoints + 1:
             self._free += self._dropped.pop(0)
-        return {"token": self._token, "next": self._next, "free": list(self._free), "dropped": self._dropped}
+        return {
+            "token": self._token,
+            "next": self._next,
+            "free": list(self._free),
+            "dropped": self._dropped,
+            "digests": dict(self._digests),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state that `state_dict` returned."""
@@ -106,6 +118,9 @@ class RowStore:
             raise InputError(f"the cached rows of this run are not there: {self.path} is missing.")
         # Dropped rows stay as they are for as long as an earlier checkpoint may need them.
         self._dropped = [*(list(numbers) for numbers in state["dropped"])]
+        self._digests = dict(state["digests"])
+        for number in self._digests:
+            self.read(number)  # a damaged row is found now and not after many rounds
 
     def close(self) -> None:
         """Close the file; it stays on disk."""
@@ -125,6 +140,7 @@ class RowStore:
 
     def _write(self, number: int, row: Tensor) -> None:
         content = row.detach().cpu().contiguous().view(torch.uint8).numpy().data
+        self._digests[number] = hashlib.sha256(content).hexdigest()
         offset, written = number * self.width * self.dtype.itemsize, 0
         try:
             while written < len(content):

@@ -59,6 +59,8 @@ class FederatedDataset(ABC):
     """Samples of the server for methods that need them, with inputs like those of the clients."""
     is_remote: bool = False
     """Whether the samples are on other machines, so `client_samples` cannot return them."""
+    is_in_memory: bool = False
+    """Whether all samples are in memory, so that reading those of every client is cheap."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -127,6 +129,7 @@ class FederatedDataset(ABC):
         if test is not None and not isinstance(test, Samples):
             test = make_array_samples(*_pair(test, "the test set"), "the test set")
         federated_data = _PerClientDataset(sizes, held.__getitem__, example, test, classes, name, transform)
+        federated_data.is_in_memory = True
         for k in range(len(held)):
             federated_data.client_samples(k)  # check the arrays now, not in the middle of a run
         if example.are_tokens:

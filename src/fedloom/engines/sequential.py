@@ -12,6 +12,7 @@ from torch import Tensor
 from fedloom.core.evaluation import EvaluationResult, evaluation_slices
 from fedloom.core.tasks import ClientFailure, ClientTask, ClientUpdate, TaskMemory
 from fedloom.devices.cuda_runtime import is_cuda_memory_error
+from fedloom.devices.threads import SingleThread
 from fedloom.engines.base import Engine, raise_engine_memory_error
 from fedloom.errors import describe_error
 from fedloom.training.context import TrainingContext
@@ -27,8 +28,7 @@ class SequentialEngine(Engine):
     def __init__(self, context: TrainingContext, device: torch.device | str = "cpu") -> None:
         super().__init__(context)
         self.device = self.client_states.device = torch.device(device)
-        self._threads = torch.get_num_threads()
-        torch.set_num_threads(1)
+        self._threads = SingleThread()
         self._trainer = LocalTrainer(context, self.device)
         self._row = context.layout.empty(self.device)
 
@@ -73,4 +73,4 @@ class SequentialEngine(Engine):
         return evaluate_clients_locally(self._trainer, self.context, self.client_states, tasks)
 
     def close(self) -> None:
-        torch.set_num_threads(self._threads)
+        self._threads.release()

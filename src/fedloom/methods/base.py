@@ -9,6 +9,7 @@ A method provides the parts that are new in its paper (see registry.py); FedAvg 
 state in `start`. Checkpoints save every attribute of a part, except those whose names begin with an underscore.
 """
 
+import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -54,6 +55,21 @@ def ignore_progress(what: str, done: int, total: int) -> None:
     """Ignore progress reports."""
 
 
+class _RoundsRead:
+    """Notes that a part of the method has read the number of rounds. Worker processes share the note."""
+
+    def __init__(self) -> None:
+        self._flag = mmap.mmap(-1, 1)  # forked processes write to the same memory
+
+    @property
+    def noted(self) -> bool:
+        return self._flag[0] == 1
+
+    def note(self) -> None:
+        """Note it, for good."""
+        self._flag[0] = 1
+
+
 @dataclass(frozen=True)
 class ServerResources:
     """What a method's parts may use on the server: its device, memory, files and data."""
@@ -85,7 +101,8 @@ class MethodContext:
     """The row of the initial model. Copy it, do not change it."""
     num_clients: int
     clients_per_round: int
-    rounds: int
+    planned_rounds: int
+    """The number of rounds for those that run them, whose result does not depend on it. Parts read `rounds`."""
     rng_streams: RngStreams
     """Random generators, each derived from (seed, purpose, round, client)."""
     config: TrainingConfig
@@ -102,6 +119,13 @@ class MethodContext:
     server: ServerResources
     transform: Callable[[Tensor], Tensor] = field(default_factory=InputTransform.identity)
     """Turns stored samples, such as `server.data.x`, into network inputs."""
+    rounds_read: _RoundsRead = field(default_factory=_RoundsRead)
+
+    @property
+    def rounds(self) -> int:
+        """The number of rounds. A run whose method has read it cannot be extended."""
+        self.rounds_read.note()
+        return self.planned_rounds
 
     def bank(self, count: int) -> Bank:
         """Allocate rows that the engine reads without a copy.

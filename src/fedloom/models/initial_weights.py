@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from fedloom.core.rng import RngStreams
 from fedloom.errors import InputError, first_line_of_error
+from fedloom.utils.checksums import has_safetensors_checksum, has_valid_safetensors_checksum
 from fedloom.utils.storage import MODEL_FILE
 
 WRAPPERS = ("state_dict", "model_state_dict", "model_state", "model", "module", "net", "network", "weights")
@@ -93,6 +94,7 @@ def read_initial_weights(path: Path, sha256: str | None = None) -> InitialWeight
     """
     file = _file_of(path)
     content = _content(file)
+    _refuse_damaged(content, file)
     found = hashlib.sha256(content).hexdigest()
     if sha256 is not None and found != sha256:
         raise InputError(f"{file} is not the expected file: its SHA-256 is {found}, not {sha256}.")
@@ -203,6 +205,13 @@ def _read_run_metadata(folder: Path) -> dict[str, Any]:
     with suppress(OSError, ValueError, KeyError):
         metadata["model"] = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))["model"]
     return metadata
+
+
+def _refuse_damaged(content: bytes, file: Path) -> None:
+    """Raise an InputError if a file of fedloom does not have the content that was written."""
+    of_a_run = file.name == MODEL_FILE and (file.parent / "config.toml").is_file()
+    if (of_a_run or has_safetensors_checksum(content)) and not has_valid_safetensors_checksum(content):
+        raise InputError(f"{file} is damaged: its checksum is not the one that was stored when it was written.")
 
 
 def _parse_safetensors(content: bytes, file: Path) -> dict[str, Tensor]:

@@ -1,6 +1,5 @@
 """The order of the runs of a comparison and its command, kept in its folder."""
 
-import json
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Any
 from fedloom.errors import InputError
 from fedloom.report.file_names import hide_setting_folders
 from fedloom.report.markup import SectionHtml, join_section_html, render_section_tag
-from fedloom.utils.storage import write_atomically
+from fedloom.utils.storage import read_json, write_json
 
 FILE = "comparison.json"
 
@@ -26,20 +25,19 @@ class ComparisonRecord:
 
     def write(self, folder: Path) -> None:
         """Write the record into the folder of the comparison."""
-        text = json.dumps({"command": self.command, "runs": self.runs}, indent=1)
-        write_atomically(folder / FILE, f"{text}\n".encode())
+        write_json(folder / FILE, {"command": self.command, "runs": self.runs})
 
     @classmethod
     def read(cls, folder: Path) -> "ComparisonRecord":
         """Read the record in `folder`; an empty one if it holds no comparison."""
         path = Path(folder) / FILE
-        try:
-            table: Any = json.loads(path.read_text(encoding="utf-8"))
-            runs, command = tuple(map(str, table["runs"])), table["command"]
-        except FileNotFoundError:
+        if not path.exists():
             return cls()
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise InputError(f"{str(path)!r} is damaged: it does not hold a comparison ({error}).") from None
+        table: Any = read_json(path)
+        try:
+            runs, command = tuple(map(str, table["runs"])), table["command"]
+        except (KeyError, TypeError) as error:
+            raise InputError(f"{path} is damaged: it does not hold a comparison ({error}).") from None
         return cls(runs, None if command is None else str(command))
 
     def sort_runs(self, folders: Iterable[Path]) -> list[Path]:

@@ -69,8 +69,9 @@ def _about(group: GroupStatistics) -> list[str]:
         said.append(f"{group.label} has not finished: {format_list([_where(run) for run in open_runs])}.")
     if len(unique) < len(group.records):
         said.append(f"{group.label}: a seed occurs more than once and is counted once.")
+    said += [f"{group.label}, seed {run.seed}: {run.diverged}." for run in group.runs if run.diverged]
     tested = [run for run in group.runs if any(group.metric in row for row in select_evaluations(run.history))]
-    void = [run.seed for run in tested if run.seed not in group.results]
+    void = [run.seed for run in tested if run.seed not in group.results and not run.diverged]
     if any("global_model" in (run.summary or {}) for run in group.runs):
         said.append(f"{group.label} has no global model: only the clients' own models have an accuracy.")
     elif void and group.result:
@@ -255,7 +256,7 @@ def _columns(groups: Sequence[GroupStatistics]) -> list[tuple[str, Callable[[Gro
     return [
         ("method", lambda group: group.label, "name"),
         ("seeds", lambda group: str(len(group.runs)), "result", "brief"),
-        ("accuracy %", lambda group: _spread(group.accuracy, 100), "result", "brief"),
+        ("accuracy %", _accuracy, "result", "brief"),
         ("sd in window", _window_std, "result", "brief"),
         ("window", lambda group: _window(group) if several_windows else NOTHING, "result", "brief"),
         (against, lambda group: _gap(group.difference, group.metric), "result"),
@@ -276,6 +277,14 @@ def _columns(groups: Sequence[GroupStatistics]) -> list[tuple[str, Callable[[Gro
         ("privacy spent", _privacy, "cost", "brief"),
         ("failed clients", lambda group: f"{group.failed} of {group.asked}" if group.failed else NOTHING, "cost"),
     ]
+
+
+def _accuracy(group: GroupStatistics) -> str:
+    if not group.num_diverged:
+        return _spread(group.accuracy, 100)
+    if group.result is None:
+        return "diverged"
+    return f"{_spread(group.accuracy, 100)} ({group.num_diverged} of {len(group.runs)} diverged)"
 
 
 def _window_std(group: GroupStatistics) -> str:

@@ -5,7 +5,6 @@ difference counts only if all its combinations have a result. A missing result t
 Standard errors are over seeds, because other contexts answer other questions and only other seeds are new evidence.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
@@ -18,6 +17,7 @@ from fedloom.errors import InputError
 from fedloom.report.significance import ENOUGH, LEVEL, adjust_p_values, format_p_statement, paired_p_value
 from fedloom.report.statistics import GroupStatistics, SeedStatistics
 from fedloom.utils.formatting import format_plural, format_signed
+from fedloom.utils.storage import read_json, write_json
 
 FILE = "grid.json"
 
@@ -67,17 +67,20 @@ class EffectGrid:
         """Return the cell with these levels."""
         return next(cell for cell in self.cells if cell.levels == tuple(levels))
 
-    def to_json(self) -> str:
+    def write(self, folder: Path) -> None:
+        """Write the grid into the folder of its comparison."""
         factors = [{"name": factor.name, "levels": factor.levels} for factor in self.factors]
         cells = [{"levels": cell.levels, "method": cell.method, "refused": cell.refusal} for cell in self.cells]
-        return json.dumps({"factors": factors, "cells": cells}, indent=1) + "\n"
+        write_json(folder / FILE, {"factors": factors, "cells": cells})
 
 
 def read_effect_grid(folder: Path) -> EffectGrid | None:
     """Read the grid of the comparison in `folder`; None if it compared a list of methods."""
     path = Path(folder) / FILE
+    if not path.exists():
+        return None
+    table: Any = read_json(path)
     try:
-        table: Any = json.loads(path.read_text(encoding="utf-8"))
         factors = tuple(EffectFactor(str(one["name"]), tuple(map(str, one["levels"]))) for one in table["factors"])
         cells = tuple(
             EffectCell(
@@ -85,10 +88,8 @@ def read_effect_grid(folder: Path) -> EffectGrid | None:
             )
             for one in table["cells"]
         )
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise InputError(f"{str(path)!r} is damaged: it does not hold a grid ({error}).") from None
+    except (KeyError, TypeError) as error:
+        raise InputError(f"{path} is damaged: it does not hold a grid ({error}).") from None
     whole = all(
         len(cell.levels) == len(factors)
         and all(level in factor.levels for level, factor in zip(cell.levels, factors, strict=True))

@@ -39,7 +39,7 @@ class _SyntheticImages:
         path = folder / "synthetic.safetensors"
         if not path.is_file():
             return None
-        tensors = {name: tensor.double().numpy() for name, tensor in read_safetensors(path).items()}
+        tensors = {name: tensor.double().numpy() for name, tensor in read_safetensors(path, has_checksum=True).items()}
         images, labels = tensors.get("images"), tensors.get("labels")
         if images is None or labels is None or images.ndim != 4 or images.shape[1] not in (1, 3):
             return None

@@ -1,8 +1,6 @@
 """Read run directories back, and group the runs that differ only in the seed."""
 
-import json
 import re
-import tomllib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +20,16 @@ from fedloom.utils.result_window import (
     parse_window_value,
     select_evaluations,
 )
+from fedloom.utils.run_files import (
+    CONFIG_FILE,
+    INITIAL_FILE,
+    METRICS_FILE,
+    PARTITION_FILE,
+    read_run_config,
+    read_run_history,
+    read_run_summary,
+)
+from fedloom.utils.storage import read_json
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
@@ -69,6 +77,12 @@ class RunRecord:
     @property
     def finished(self) -> bool:
         return self.summary is not None
+
+    @property
+    def diverged(self) -> str | None:
+        """Why the run ended before its last round, if its training diverged."""
+        value = (self.summary or {}).get("diverged")
+        return None if value is None else str(value)
 
     @property
     def last_round(self) -> int:
@@ -121,56 +135,28 @@ def get_record_number(round_entry: dict[str, Any], key: str) -> float | None:
 def read_run_record(folder: Path) -> RunRecord:
     """Read the run in `folder`, which may be unfinished."""
     folder = Path(folder)
-    if not (folder / "config.toml").is_file():
+    if not (folder / CONFIG_FILE).is_file():
         raise InputError(f"{str(folder)!r} is not a run: it has no config.toml.")
-    try:
-        config = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise InputError(f"config.toml of {str(folder)!r} cannot be read: {error}.") from None
-    counts, names, chance = _partition(folder / "partition.json")
-    summary = _table(folder / "summary.json")
-    initial_weights = _table(folder / "initial.json")
-    return RunRecord(
-        folder, config, _history(folder / "metrics.jsonl"), summary, counts, names, chance, initial_weights
-    )
+    config = read_run_config(folder)
+    counts, names, chance = _partition(folder / PARTITION_FILE)
+    summary = read_run_summary(folder)
+    initial_weights = _table(folder / INITIAL_FILE)
+    return RunRecord(folder, config, _history(folder, summary), summary, counts, names, chance, initial_weights)
 
 
-def _history(path: Path) -> list[dict[str, Any]]:
-    """Read the rounds in order. A resumed run may repeat a round; the later line counts."""
-    try:
-        lines = path.read_bytes().splitlines()
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise InputError(f"{str(path)!r} cannot be read: {error}.") from None
-    rows: dict[int, dict[str, Any]] = {}
-    for at, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            if at == len(lines):  # the run was stopped in the middle of the line, or is writing it
-                break
-            raise InputError(f"line {at} of {str(path)!r} is not JSON.") from None
-        this = row.get("round") if isinstance(row, dict) else None
+def _history(folder: Path, summary: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Read the rounds in order."""
+    rows = read_run_history(folder, summary)
+    for at, row in enumerate(rows, start=1):
+        this = row["round"]
         if not isinstance(this, int) or isinstance(this, bool) or not 0 <= this < 2**53:
-            raise InputError(f"line {at} of {str(path)!r} is not a round: it has no integer 'round'.")
-        rows[this] = row
-    return [rows[this] for this in sorted(rows)]
+            raise InputError(f"line {at} of {folder / METRICS_FILE} is not a round: it has no integer 'round'.")
+    return sorted(rows, key=lambda row: int(row["round"]))
 
 
 def _table(path: Path) -> dict[str, Any] | None:
     """Read the JSON object in `path`; None if there is no such file."""
-    if not path.exists():
-        return None
-    try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError, OSError) as error:
-        raise InputError(f"{str(path)!r} cannot be read: {error}.") from None
-    if not isinstance(table, dict):
-        raise InputError(f"{str(path)!r} must hold a JSON object, not {type(table).__name__}.")
-    return table
+    return read_json(path) if path.exists() else None
 
 
 def _partition(path: Path) -> tuple[Counts | None, tuple[str, ...], float | None]:

@@ -108,6 +108,11 @@ class GroupStatistics(RecordGroup):
         return self.accuracy or self.loss
 
     @property
+    def num_diverged(self) -> int:
+        """How many of the counted runs diverged; the means leave them out."""
+        return sum(run.diverged is not None for run in self.runs)
+
+    @property
     def finished(self) -> bool:
         return all(run.finished for run in self.runs)
 
@@ -122,7 +127,7 @@ def compute_group_statistics(record_group: RecordGroup, window: int | None = Non
         return SeedStatistics(tuple(values)) if values else None
 
     def in_window(run: RunRecord, key: str) -> list[float]:
-        return select_window_values(run.history, key, run.window(window))
+        return [] if run.diverged else select_window_values(run.history, key, run.window(window))
 
     def mean(key: str) -> SeedStatistics | None:
         return over(lambda run: compute_window_mean(in_window(run, key)))

@@ -198,7 +198,7 @@ def _make_method_context(
         initial=layout.read(model, server.device),
         num_clients=len(federated_data),
         clients_per_round=config.cohort_size,
-        rounds=config.rounds if privacy is None else privacy.rounds_of(config),
+        planned_rounds=config.rounds if privacy is None else privacy.rounds_of(config),
         rng_streams=rng_streams,
         config=config,
         num_examples=federated_data.num_examples,
@@ -213,8 +213,10 @@ def _make_method_context(
 
 def _privacy_notes(request: RunRequest, context: MethodContext) -> list[str]:
     config, notes = request.config, []
-    if context.rounds != config.rounds:
-        notes.append(f"max_epsilon {config.max_epsilon:g} is enough for {context.rounds} of {config.rounds} rounds.")
+    if context.planned_rounds != config.rounds:
+        notes.append(
+            f"max_epsilon {config.max_epsilon:g} is enough for {context.planned_rounds} of {config.rounds} rounds."
+        )
     if config.clip_update is not None and request.method.bracket is not None:
         notes.append(f"{request.method.name} trains without privacy: updates are not clipped and get no noise.")
     return notes

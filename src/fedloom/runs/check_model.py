@@ -3,6 +3,7 @@
 This happens before anything is written.
 """
 
+import inspect
 import warnings
 from collections.abc import Callable
 
@@ -47,6 +48,15 @@ def make_checked_model(
             raise InputError(f"the model {name!r} for {outputs:,} outputs does not fit into memory.") from error
     model: object = user_model
     if callable(model) and not isinstance(model, nn.Module):
+        try:
+            inspect.signature(model).bind()
+        except TypeError as error:
+            raise InputError(
+                f"the model {getattr(model, '__name__', model)!r} cannot be called without arguments ({error}); pass "
+                "an instance, or a function that returns one."
+            ) from None
+        except ValueError:  # a callable without a signature
+            pass
         with rng_streams.seed_global_rng("init"):
             model = model()
     if not isinstance(model, nn.Module):

@@ -118,7 +118,7 @@ def _to_spare(device: torch.device) -> int:
     return (free + idle) // SHARE_OF_MEMORY
 
 
-FORMAT = 2
+FORMAT = 3
 
 
 class Checkpoints:

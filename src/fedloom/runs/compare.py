@@ -12,7 +12,7 @@ from fedloom.config import EXECUTION_SETTINGS, Config, make_config, replace_conf
 from fedloom.core.rng import RngStreams
 from fedloom.data import FederatedDataset
 from fedloom.data.cache import Progress
-from fedloom.errors import InputError, RunStopped
+from fedloom.errors import InputError, RunStopped, TrainingDivergedError
 from fedloom.methods import methods as known_methods
 from fedloom.methods.variants import parse_method_variant, variant_folder_name
 from fedloom.models.initial_weights import initial_weights_sha256
@@ -52,7 +52,6 @@ from fedloom.runs.resolve import (
 from fedloom.runs.result import RunResult
 from fedloom.training.context import Criterion
 from fedloom.utils.formatting import format_plural
-from fedloom.utils.storage import write_atomically
 
 MOST_SEEDS = 10_000
 """More seeds are a typo; planning them would take minutes without any output."""
@@ -125,7 +124,7 @@ def compare(
         **settings: Fields of `Config`, the same for all runs.
 
     Returns:
-        The runs, a table of their results and, for a grid, the effects of its parts.
+        The runs, a table of their results and, for a grid, the effects of its parts. Diverged runs have no result.
 
     Raises:
         InputError: An argument or a setting is invalid, or `out` holds runs with other settings.
@@ -244,10 +243,17 @@ def _run_all(path: Path, plan: _Plan, concurrent_runs: int, callbacks: CallbackL
         if is_run_directory(place):
             _same_plan(place, request.config)
     if plan.grid is not None:
-        write_atomically(path / GRID_FILE, plan.grid.to_json().encode())
+        plan.grid.write(path)
     ComparisonRecord(tuple(place.name for place, _ in places), plan.command).write(path)
 
     def run(place: Path, request: RunRequest, callback: Callback) -> RunResult:
+        try:
+            return run_or_resume(place, request, callback)
+        except TrainingDivergedError as error:
+            callback.on_message(f"{place.name}: {error}")
+            return RunResult(RunDirectory.open(place), request.user_objects)
+
+    def run_or_resume(place: Path, request: RunRequest, callback: Callback) -> RunResult:
         objects = request.user_objects
         if is_run_directory(place):
             return resume(

@@ -1,7 +1,8 @@
 """RunDirectory: config, metrics, checkpoints, model and summary of a run on disk.
 
 config.toml       all settings, and the versions of the software
-metrics.jsonl     one record per round, appended after the round
+inputs.json       what the run started from: its config again, the hash of its data, and the machine
+metrics.jsonl     one record per round, appended after the round; each line has a checksum that covers all before it
 checkpoints/      the last checkpoints (see checkpoints.py)
 partial/          partial results of long server work (see utils/partial_results.py), until the run has finished
 partition.json    number of samples per client and class
@@ -11,13 +12,16 @@ model.safetensors the global model, as named tensors
 synthetic.safetensors the synthetic data set of a run that makes one
 summary.json      the totals of a finished run
 report.html       the report with figures
+
+Every file but report.html holds a checksum, or its checksum is in the JSON file that names it.
 """
 
-import json
+import hashlib
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -27,17 +31,34 @@ import torch
 from torch import Tensor
 
 from fedloom._version import __version__
-from fedloom.config import Config, config_to_command, make_config
+from fedloom.config import Config, config_to_command, make_config, replace_config
 from fedloom.errors import FedloomError, InputError
 from fedloom.methods.variants import variant_folder_name
 from fedloom.models.initial_weights import InitialWeights
 from fedloom.runs.checkpoints import Checkpoints
-from fedloom.utils.settings import read_settings_toml, settings_to_toml
+from fedloom.runs.metrics import RESULT_KEYS
+from fedloom.utils.run_files import (
+    CONFIG_FILE,
+    FORMAT,
+    INPUTS_FILE,
+    METRICS_CHECKSUM,
+    METRICS_FILE,
+    PARTITION_FILE,
+    ROUNDS_READ,
+    SUMMARY_FILE,
+    read_metrics_log,
+    read_run_config,
+    read_run_history,
+    read_run_summary,
+)
+from fedloom.utils.settings import settings_to_toml
 from fedloom.utils.storage import (
     MODEL_FILE,
+    add_json_checksum,
     read_json,
     read_safetensors,
     write_atomically,
+    write_checked_safetensors,
     write_json,
     write_safetensors,
 )
@@ -47,12 +68,11 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]  # mypy checks for Unix, where it is a module
 
-FORMAT = 2
 REPORT_KEYS = ("server_data_used_by", "client_test_samples", "held_out_client_ids", "new_client")
 """Keys in config.toml that are no settings: what a report needs to know beside them."""
 PATIENCE = 30
 LOCK = ".lock"
-UNCOUNTED = (LOCK, ".config.toml.part", "flower")
+UNCOUNTED = (LOCK, ".config.toml.part", INPUTS_FILE, f".{INPUTS_FILE}.part", "flower")
 """Files of a run that was killed before it wrote its config, and of sites that run already."""
 
 
@@ -65,6 +85,7 @@ class RunDirectory:
         self.python_objects = python_objects
         """Which of data, model and loss were Python objects and must be passed again."""
         self.checkpoints = Checkpoints(path / "checkpoints", config.keep_checkpoints)
+        self._checksum: str | None = None
 
     @classmethod
     def create(
@@ -73,13 +94,18 @@ class RunDirectory:
         config: Config,
         python_objects: tuple[str, ...] = (),
         report_values: Mapping[str, Any] | None = None,
+        *,
+        data_hashes: Mapping[str, str] | None = None,
+        cache_dir: str | None = None,
+        machine: Mapping[str, str] | None = None,
     ) -> "RunDirectory":
         """Write the config of a new run into a folder from `claim_directory`.
 
-        `report_values` are values of `REPORT_KEYS`, for the report.
+        `report_values` are values of `REPORT_KEYS`, for the report. `data_hashes` and `machine` come from
+        `runs.inputs`. `cache_dir` is the folder of this run in the `cache_dir` of the config.
         """
         directory = cls(path, config, python_objects)
-        text = settings_to_toml(
+        directory._write_config(
             {
                 "format": FORMAT,
                 "command": None if python_objects else config_to_command(config),
@@ -94,80 +120,148 @@ class RunDirectory:
                     "python": platform.python_version(),
                     "platform": f"{platform.system()} {platform.machine()}",
                 },
-            }
+            },
+            {
+                "config_sha256": [],
+                "data": dict(data_hashes or {}),
+                "machines": [dict(machine or {})],
+                "cache_dir": cache_dir,
+            },
         )
-        write_atomically(path / "config.toml", text.encode())
         return directory
+
+    def _write_config(self, values: Mapping[str, Any], inputs: dict[str, Any]) -> None:
+        """Write config.toml, and before it inputs.json with its checksum, so that no crash makes them differ."""
+        content = settings_to_toml(values).encode()
+        checksums = [hashlib.sha256(content).hexdigest(), *inputs["config_sha256"][:1]]
+        config = tomllib.loads(content.decode())
+        write_json(self.path / INPUTS_FILE, {**inputs, "config_sha256": checksums, "config": config})
+        write_atomically(self.path / CONFIG_FILE, content)
 
     @classmethod
     def open(cls, path: Path) -> "RunDirectory":
-        """Open an existing run."""
+        """Open an existing run. Raise an InputError if its config was changed or is invalid."""
         if not is_run_directory(path):
             raise InputError(f"{path} is not a run: there is no config.toml in it.")
-        values = read_settings_toml(path / "config.toml")
-        found = values.pop("format", None)
-        if found != FORMAT:
-            made = values.get("versions", {}).get("fedloom", "unknown")
-            raise InputError(
-                f"{path} is a run of format {found!r} (made by fedloom {made}); this is fedloom {__version__}, which "
-                f"reads format {FORMAT}."
-            )
-        values.pop("versions", None)
-        values.pop("command", None)
-        for key in REPORT_KEYS:
-            values.pop(key, None)
-        python_objects = tuple(values.pop("python_objects", ()))
+
+        def validate(values: dict[str, Any]) -> None:
+            try:
+                make_config(select_run_settings(values))
+            except InputError as error:
+                raise InputError(f"{path / CONFIG_FILE}: {error}") from error
+
+        values = read_run_config(path, validate)
+        return cls(path, make_config(select_run_settings(values)), tuple(values.get("python_objects", ())))
+
+    def extend(self, rounds: int) -> "RunDirectory":
+        """Change the number of rounds, and return the run, which is then unfinished.
+
+        After a crash in between, the run has the old number of rounds, and writes its summary again.
+        """
         try:
-            return cls(path, make_config(values), python_objects)
-        except InputError as error:
-            raise InputError(f"{path / 'config.toml'}: {error}") from error
+            (self.path / SUMMARY_FILE).unlink(missing_ok=True)
+        except OSError as error:
+            raise InputError(f"cannot change {self.path}: {error.strerror or error}.") from error
+        values = read_run_config(self.path)
+        config = replace_config(self.config, rounds=rounds)
+        command = {} if "command" not in values else {"command": config_to_command(config)}
+        self._write_config({**values, **command, "rounds": rounds}, self.inputs())
+        return RunDirectory(self.path, config, self.python_objects)
+
+    def inputs(self) -> dict[str, Any]:
+        """Return what the run started from: the hash of its data, and the machines that computed it."""
+        return read_json(self.path / INPUTS_FILE)
+
+    @property
+    def cache_dir(self) -> str | None:
+        """Return the folder for cached rows of this run alone; None if rows are kept in memory."""
+        found = self.inputs()["cache_dir"]
+        return None if found is None else str(found)
+
+    def add_machine(self, machine: Mapping[str, str]) -> None:
+        """Record that another machine continues the run."""
+        inputs = self.inputs()
+        write_json(self.path / INPUTS_FILE, {**inputs, "machines": [*inputs["machines"], dict(machine)]})
 
     def lock(self) -> AbstractContextManager[None]:
         """Lock this run against other processes; the lock ends with this process."""
-        return _lock_directory(self.path)
+        return hold_directory_lock(self.path)
 
     # metrics
 
-    def append_record(self, record: dict[str, Any]) -> None:
+    @property
+    def metrics_checksum(self) -> str:
+        """Return the checksum of the last line of metrics.jsonl, which covers all lines."""
+        if self._checksum is None:
+            self._checksum = read_metrics_log(self.path).checksum
+        return self._checksum
+
+    def append_record(self, record: Mapping[str, Any]) -> None:
         """Append the record of a round to metrics.jsonl."""
+        line, checksum = add_json_checksum(record, self.metrics_checksum)
         try:
-            with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as handle:
-                handle.write(json.dumps(record) + "\n")
+            with (self.path / METRICS_FILE).open("ab") as handle:
+                handle.write(line + b"\n")
         except OSError as error:
-            raise FedloomError(f"cannot write {self.path / 'metrics.jsonl'}: {error.strerror or error}.") from error
+            raise FedloomError(f"cannot write {self.path / METRICS_FILE}: {error.strerror or error}.") from error
+        self._checksum = checksum
 
     def history(self) -> list[dict[str, Any]]:
-        """Return the records so far, without a truncated last line."""
-        try:
-            lines = (self.path / "metrics.jsonl").read_bytes().split(b"\n")
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise InputError(f"cannot read {self.path / 'metrics.jsonl'}: {error.strerror or error}.") from error
-        records = []
-        for number, line in enumerate(lines[:-1], start=1):  # a complete line ends with a newline
-            try:
-                record = json.loads(line)
-                record["round"] + 0
-            except (ValueError, TypeError, KeyError) as error:
-                raise InputError(
-                    f"line {number} of {self.path / 'metrics.jsonl'} is damaged: it is not the record of a round."
-                ) from error
-            records.append(record)
-        return records
+        """Return the records so far, without a truncated last line. Raise an InputError if a line was changed."""
+        return read_run_history(self.path, read_run_summary(self.path))
 
     def sync_metrics(self) -> None:
         """Flush the records to disk."""
-        with (self.path / "metrics.jsonl").open("rb") as handle:
-            os.fsync(handle.fileno())
+        try:
+            with (self.path / METRICS_FILE).open("rb") as handle:
+                os.fsync(handle.fileno())
+        except OSError as error:
+            raise FedloomError(f"cannot write {self.path / METRICS_FILE}: {error.strerror or error}.") from error
 
-    def rewind(self, round: int, last: dict[str, Any] | None = None) -> None:
-        """Delete the records after `round`, because these rounds run again. `last` is the record of `round`."""
-        kept = [record for record in self.history() if record["round"] <= round]
-        if last is not None and (not kept or kept[-1]["round"] < round):
-            kept.append(last)
-        text = "".join(json.dumps(record) + "\n" for record in kept)
-        write_atomically(self.path / "metrics.jsonl", text.encode())
+    def rewind(self, round: int, last: Mapping[str, Any] | None = None, checksum: str = "") -> str | None:
+        """Delete the records after `round`, because these rounds run again.
+
+        Args:
+            round: The number of finished rounds; -1 deletes all records.
+            last: The record of `round`, which is added if it is missing: a checkpoint is written before it.
+            checksum: That of the line before it, when the checkpoint was written.
+
+        Returns:
+            What was wrong with a deleted line that was damaged, not only cut off.
+
+        Raises:
+            InputError: A record up to `round` is missing or was changed.
+        """
+        log = read_metrics_log(self.path)
+        kept = [record for record in log.records if record["round"] <= round]
+        if last is not None:
+            before = len([record for record in kept if record["round"] < round])
+            if (log.checksums[before - 1] if before else "") != checksum:
+                raise InputError(
+                    log.fault or f"{self.path / METRICS_FILE} is damaged: lines before round {round} are missing."
+                )
+            if len(kept) == before:
+                kept.append(dict(last))
+        self._write_records(kept)
+        return None if log.is_cut else log.fault
+
+    def remove_evaluation(self, round: int) -> None:
+        """Remove the evaluation of `round`, which was the last round until the run was extended."""
+        evaluation = {*RESULT_KEYS, "personal_clients"}
+        self._write_records(
+            [
+                {key: value for key, value in record.items() if record["round"] != round or key not in evaluation}
+                for record in self.history()
+            ]
+        )
+
+    def _write_records(self, records: Sequence[Mapping[str, Any]]) -> None:
+        lines, checksum = [], ""
+        for record in records:
+            line, checksum = add_json_checksum(record, checksum)
+            lines.append(line + b"\n")
+        write_atomically(self.path / METRICS_FILE, b"".join(lines))
+        self._checksum = checksum
 
     # other files
 
@@ -180,7 +274,7 @@ class RunDirectory:
         value = {"classes": label_counts.shape[1], "class_names": list(class_names), "counts": label_counts.tolist()}
         if test_counts is not None:
             value["test_counts"] = test_counts.tolist()
-        write_atomically(self.path / "partition.json", json.dumps(value).encode())
+        write_json(self.path / PARTITION_FILE, value)
 
     def write_initial_weights(self, initial_weights: InitialWeights, state_dict: Mapping[str, Tensor]) -> None:
         """Write the initial weights and what was taken from the file, so that the run no longer needs it."""
@@ -197,15 +291,16 @@ class RunDirectory:
 
     def write_model(self, tensors: dict[str, Tensor]) -> None:
         """Write the global model, a state dict."""
-        write_safetensors(self.path / "model.safetensors", tensors)
+        write_checked_safetensors(self.path / MODEL_FILE, tensors)
 
     def write_artifact(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         """Write tensors that the method made for users to look at."""
-        write_safetensors(self.path / f"{name}.safetensors", tensors)
+        write_checked_safetensors(self.path / f"{name}.safetensors", tensors)
 
-    def write_summary(self, summary: dict[str, Any]) -> None:
-        """Write the totals of a finished run."""
-        write_atomically(self.path / "summary.json", (json.dumps(summary) + "\n").encode())
+    def write_summary(self, summary: Mapping[str, Any], *, rounds_read: bool = False) -> None:
+        """Write the totals of a finished run, after its last record."""
+        checks = {ROUNDS_READ: rounds_read, METRICS_CHECKSUM: self.metrics_checksum}
+        write_json(self.path / SUMMARY_FILE, {**summary, **checks})
 
     def lacks_model(self) -> bool:
         """Return whether the model file of this finished run is missing. Without a global model there is none."""
@@ -214,15 +309,23 @@ class RunDirectory:
 
     def summary(self) -> dict[str, Any] | None:
         """Return the totals; None if the run has not finished."""
-        path = self.path / "summary.json"
-        if not path.is_file():
-            return None
-        try:
-            summary = dict(json.loads(path.read_bytes()))
-            summary["digest"]
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise InputError(f"{path} is damaged: it is not the JSON that was written.") from error
+        summary = read_run_summary(self.path)
+        if summary is not None:
+            del summary[METRICS_CHECKSUM], summary[ROUNDS_READ]
         return summary
+
+    def depends_on_rounds(self) -> bool:
+        """Return whether the method of a finished run has read the number of rounds."""
+        return bool((read_run_summary(self.path) or {})[ROUNDS_READ])
+
+
+NOT_SETTINGS = ("format", "versions", "command", "python_objects", *REPORT_KEYS)
+"""Keys of config.toml that are no settings."""
+
+
+def select_run_settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings among the values of a config.toml."""
+    return {key: value for key, value in values.items() if key not in NOT_SETTINGS}
 
 
 @contextmanager
@@ -248,8 +351,9 @@ def claim_directory(
                 yield path
             finally:
                 with suppress(OSError):  # the folder may be gone
-                    if [entry.name for entry in path.iterdir()] == [LOCK]:
-                        (path / LOCK).unlink()
+                    if {entry.name for entry in path.iterdir()} <= {LOCK, INPUTS_FILE}:
+                        for name in (INPUTS_FILE, LOCK):
+                            (path / name).unlink(missing_ok=True)
     finally:
         for folder in made:
             with suppress(OSError):  # it is in use
@@ -265,10 +369,26 @@ def refuse_occupied_directory(path: Path) -> None:
 
 
 @contextmanager
-def _lock_directory(folder: Path) -> Iterator[None]:
+def hold_directory_lock(folder: Path) -> Iterator[None]:
     """Lock `folder` against other processes; the lock ends with this process."""
     with _lock(folder, []):
         yield
+
+
+@contextmanager
+def try_directory_lock(folder: Path) -> Iterator[bool]:
+    """Lock `folder` and yield True; yield False if another process holds the lock."""
+    with _told(folder):
+        handle = _try_lock(folder, [])
+    if handle is None:
+        yield False
+        return
+    with handle:
+        try:
+            yield True
+        finally:
+            if fcntl is not None:
+                fcntl.flock(handle, fcntl.LOCK_UN)
 
 
 @contextmanager
@@ -347,6 +467,10 @@ def parse_run_path(out: Path | str) -> Path:
     """Return the folder `out`. Reject an empty name, as from an unset variable: it would be the current folder."""
     if not str(out) or "\0" in str(out):
         raise InputError(f"--out must be the name of a folder, not {str(out)!r}.")
+    try:
+        str(out).encode()
+    except UnicodeEncodeError:
+        raise InputError(f"--out must be text in UTF-8, not {str(out)!r}.") from None
     return Path(out)
 
 

@@ -1,6 +1,5 @@
 """Run, resume and verify runs."""
 
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -15,10 +14,11 @@ from fedloom.data import FederatedDataset
 from fedloom.devices.selection import selects_only_gpus
 from fedloom.engines.base import RemoteEngineFactory
 from fedloom.engines.registry import find_registered_launcher
-from fedloom.errors import FedloomError, InputError, RunStopped
+from fedloom.errors import FedloomError, InputError, RunStopped, TrainingDivergedError
 from fedloom.models.initial_weights import initial_weights_sha256
 from fedloom.runs.build import BuiltRun, build_run
 from fedloom.runs.callback import Callback, CallbackList, combine_callbacks
+from fedloom.runs.config_file import merge_config_file
 from fedloom.runs.directory import (
     RunDirectory,
     claim_directory,
@@ -26,20 +26,32 @@ from fedloom.runs.directory import (
     parse_run_path,
     refuse_occupied_directory,
 )
-from fedloom.runs.keyword_types import ExecutionSettings, RunSettings
+from fedloom.runs.extend import extend_run
+from fedloom.runs.inputs import check_inputs, describe_machine, hash_built_run
+from fedloom.runs.keyword_types import ExecutionSettings, ResumeSettings, RunSettings
+from fedloom.runs.leftovers import name_cache_folder, remove_orphaned_rows, verification_folder
 from fedloom.runs.loop import run_rounds
 from fedloom.runs.out_of_memory import explain_out_of_memory, retry_with_fewer_slots
-from fedloom.runs.resolve import RunRequest, UserObjects, describe_user_objects, resolve_config, resolve_run
-from fedloom.runs.result import RunResult, check_result_model
+from fedloom.runs.resolve import (
+    RunRequest,
+    UserObjects,
+    describe_user_objects,
+    resolve_config,
+    resolve_method_options,
+    resolve_run,
+)
+from fedloom.runs.result import RunResult, read_result_model
 from fedloom.training.context import Criterion
+from fedloom.utils.run_files import METRICS_CHECKSUM, ROUNDS_READ
 from fedloom.utils.storage import MODEL_FILE
 
 
 def run(
-    method: str = "fedavg",
-    data: str | FederatedDataset = "digits",
-    model: str | nn.Module | Callable[[], nn.Module] = "mlp",
+    method: str | None = None,
+    data: str | FederatedDataset | None = None,
+    model: str | nn.Module | Callable[[], nn.Module] | None = None,
     *,
+    config: Path | str | None = None,
     loss: Criterion | None = None,
     options: Mapping[str, Mapping[str, Any]] | None = None,
     out: Path | str | None = None,
@@ -52,9 +64,11 @@ def run(
 
     Args:
         method: A method, or several joined by `+`. Options and training settings may stand behind a name, in place of
-            those in other arguments: `fedprox:mu=0.1,lr=0.05`.
-        data: The name of a data set, or your own `FederatedDataset`.
+            those in other arguments: `fedprox:mu=0.1,lr=0.05`. By default "fedavg".
+        data: The name of a data set, or your own `FederatedDataset`. By default "digits".
         model: The name of a network, your own module, whose weights are the initial ones, or a function that makes one.
+            By default "mlp".
+        config: A TOML file of settings, such as the `config.toml` of another run. Other arguments replace its values.
         loss: Called as `loss(output, targets)`; by default cross-entropy, and for a regression the mean squared error.
         options: Options by method, such as `{"fedprox": {"mu": 0.1}}`.
         out: The run directory; by default a new one in `runs`.
@@ -69,6 +83,7 @@ def run(
     Raises:
         InputError: A setting or an object is invalid, or `out` is not empty. Nothing is written.
         RunStopped: A callback stopped the run; `resume` continues it.
+        TrainingDivergedError: At least half of the updates were not finite, three rounds in a row.
         FedloomError: The run failed, for example because too few clients sent an update, memory ran out, or a callback
             raised an error.
 
@@ -77,8 +92,16 @@ def run(
         print(run.accuracy, run.history[-1])
         network = run.model()
     """
-    user_objects, values = describe_user_objects(data, model, loss)
-    values |= {"method": method, "options": options, **settings}
+    user_objects, described = describe_user_objects(
+        "digits" if data is None else data, "mlp" if model is None else model, loss
+    )
+    values = {"method": method, "options": resolve_method_options(options), **settings}
+    if config is None:
+        values = {**described, **values, "method": "fedavg" if method is None else method}
+    else:
+        names = {key: value for key, value in (("data", data), ("model", model)) if value is not None}
+        of_objects = {key: value for key, value in described.items() if key not in ("data", "model") or key in names}
+        values = merge_config_file(config, {**of_objects, **values})
     request = resolve_run(resolve_config(values, user_objects), user_objects)
     return execute_run(request, out=out, runs=runs, callbacks=callbacks, report=report)
 
@@ -126,8 +149,9 @@ def execute_in_directory(
 
     def attempt(slots: int | None) -> None:
         if slots is None:
-            with _ready(request, path, callbacks, initial_weights, remote_engine) as built_run:
-                _start(built_run, path, request.user_objects, callbacks)
+            own = request.replace_settings(cache_dir=name_cache_folder(request.config))
+            with _ready(own, path, callbacks, initial_weights, remote_engine) as built_run:
+                _start(built_run, path, request, callbacks)
         else:
             directory = _changed(RunDirectory.open(path), {"slots": slots})
             weights = initial_weights if initial_weights is not None else _start_of(directory, callbacks)
@@ -137,12 +161,21 @@ def execute_in_directory(
     return _finish(RunDirectory.open(path), request.user_objects, report)
 
 
-def _start(built_run: BuiltRun, path: Path, user_objects: UserObjects, callbacks: CallbackList) -> None:
-    """Start a new run."""
-    config = built_run.config  # with the number of clients, even if the data define it
+def _start(built_run: BuiltRun, path: Path, request: RunRequest, callbacks: CallbackList) -> None:
+    """Start a new run. In the `cache_dir` of the request, this run has a folder of its own."""
+    # The config has the number of clients, even if the data define it.
+    config = replace_config(built_run.config, cache_dir=request.config.cache_dir)
     if built_run.initial_weights is not None:
         config = replace_config(config, init_sha256=built_run.initial_weights.sha256)
-    directory = RunDirectory.create(path, config, user_objects.names, built_run.report_values())
+    directory = RunDirectory.create(
+        path,
+        config,
+        request.user_objects.names,
+        built_run.report_values(),
+        data_hashes=hash_built_run(built_run),
+        machine=describe_machine(config.device),
+        cache_dir=built_run.config.cache_dir,
+    )
     _begin(directory, built_run, callbacks)
     _write_partition(directory, built_run)
     run_rounds(directory, built_run, callbacks, first_round=None)
@@ -180,11 +213,12 @@ def resume(
     callbacks: Sequence[Callback] = (),
     report: bool = True,
     remote_engine: RemoteEngineFactory | None = None,
-    **changes: Unpack[ExecutionSettings],
+    **changes: Unpack[ResumeSettings],
 ) -> RunResult:
     """Continue a run that was stopped or killed. The result has the same bits as without the interruption.
 
     A finished run is returned as it is. If its model file is missing, it is written again from the last checkpoint.
+    With `rounds`, a finished run is extended to this total. Its digest is that of a run with as many rounds.
 
     Args:
         path: The run directory.
@@ -195,7 +229,8 @@ def resume(
         report: Whether to write `report.html`.
         remote_engine: Creates the engine if the clients are elsewhere, such as Flower sites.
         **changes: Settings that do not change the result: `engine`, `workers`, `slots`, `nodes`, `deadline`,
-            `checkpoint_seconds`, `keep_checkpoints`, and `device` from GPUs to other GPUs of the same kind.
+            `checkpoint_seconds`, `keep_checkpoints`, and `device` from GPUs to other GPUs of the same kind. And
+            `rounds` of a finished run, unless its method depends on their number.
 
     Returns:
         The finished run.
@@ -209,7 +244,7 @@ def resume(
         run = fedloom.resume("runs/fedprox-digits-seed0-001", workers=4)
     """
     user_objects, directory = UserObjects(data, model, loss), RunDirectory.open(Path(path))
-    finished = directory.summary() is not None and not directory.lacks_model()
+    finished = directory.summary() is not None and not directory.lacks_model() and changes.get("rounds") is None
     with (
         combine_callbacks(callbacks) as combined,
         nullcontext() if finished else directory.lock(),  # a finished run may be on a read-only disk
@@ -230,8 +265,11 @@ def resume_in_directory(
 ) -> RunResult:
     """Resume a run whose folder this process has claimed."""
     _same_objects(directory, user_objects)
+    rounds = changes.pop("rounds", None)
     _refuse_changes(directory.config, changes)
     _refuse_moving(directory, changes)
+    if rounds is not None:
+        directory = extend_run(directory, rounds)
     directory = _changed(directory, changes)
     summary = directory.summary()
     if summary is not None:
@@ -267,7 +305,9 @@ def _go_on(
     initial_weights: Mapping[str, Tensor] | None,
 ) -> None:
     """Continue a run from its last checkpoint. `initial_weights` are those that it read from a file, if it did."""
-    with _ready(request, directory.path, callbacks, initial_weights, remote_engine) as built_run:
+    own = request.replace_settings(cache_dir=directory.cache_dir)
+    with _ready(own, directory.path, callbacks, initial_weights, remote_engine) as built_run:
+        check_inputs(directory, hash_built_run(built_run), callbacks)
         _begin(directory, built_run, callbacks)
         latest = directory.checkpoints.load_latest(built_run.engine.client_states)
         for text in directory.checkpoints.damaged:
@@ -277,14 +317,23 @@ def _go_on(
                 )
             callbacks.on_message(f"{text} Continuing from the checkpoint before it.")
         if latest is None:
+            remove_orphaned_rows(directory)
             _write_partition(directory, built_run)
             directory.rewind(-1)
             run_rounds(directory, built_run, callbacks, first_round=None)
         else:
             first_round, state = latest
             built_run.load_state_dict(state["parts"])
-            built_run.engine.load_state_dict(state.get("engine", {}))
-            directory.rewind(first_round, state["record"])
+            built_run.engine.load_state_dict(state["engine"])
+            built_run.rounds.diverging.load_state_dict(state["divergence"])
+            if state[ROUNDS_READ]:
+                built_run.rounds.context.rounds_read.note()
+            fault = directory.rewind(first_round, state["record"], state[METRICS_CHECKSUM])
+            if fault is not None:
+                callbacks.on_message(f"{fault} The rounds after the last checkpoint run again.")
+            remove_orphaned_rows(directory)
+            if first_round % built_run.config.eval_every and first_round < built_run.rounds.total:
+                directory.remove_evaluation(first_round)
             del latest, state  # as large as all models of the server
             run_rounds(directory, built_run, callbacks, first_round=first_round)
 
@@ -346,17 +395,20 @@ def verify(
 def _repeat(directory: RunDirectory, user_objects: UserObjects, callbacks: CallbackList) -> tuple[str, str | None]:
     """Repeat a run in a temporary folder. Return its digest and the SHA-256 of its model file, if it has one."""
     initial_weights = _start_of(directory, callbacks)
-    with tempfile.TemporaryDirectory(prefix="fedloom-verify-") as place:
+    with verification_folder() as place:
         try:
-            again = execute_run(
+            execute_run(
                 resolve_run(directory.config, user_objects),
-                out=Path(place) / "run",
+                out=place,
                 callbacks=[callbacks],
                 report=False,
                 initial_weights=initial_weights,
             )
         except RunStopped:
             raise RunStopped(f"stopped; {directory.path} was not verified.") from None
+        except TrainingDivergedError:  # the run that is verified may have diverged too
+            pass
+        again = RunResult(RunDirectory.open(place), user_objects)
         return again.digest, _hash_model_file(again)
 
 
@@ -364,7 +416,7 @@ def _hash_model_file(result: RunResult) -> str | None:
     """Return the SHA-256 of the model file of a finished run; None if the run has no global model."""
     if not result.has_global_model:
         return None
-    check_result_model(result.path)
+    read_result_model(result.path)
     return initial_weights_sha256(result.path / MODEL_FILE)
 
 
@@ -403,7 +455,10 @@ def _write_model_again(
     """Restore the missing model file of a finished run from its last checkpoint, which holds the same model."""
     # There is no training, so no sites are started, and one GPU is enough.
     device = directory.config.device.split(",")[0]
-    file, config = directory.path / MODEL_FILE, replace_config(directory.config, engine="sequential", device=device)
+    file, config = (
+        directory.path / MODEL_FILE,
+        replace_config(directory.config, engine="sequential", device=device, cache_dir=directory.cache_dir),
+    )
     initial_weights = _start_of(directory, callbacks)
     request = resolve_run(config, user_objects)
     with _ready(request, directory.path, callbacks, initial_weights, remote_engine) as built_run:
@@ -474,4 +529,6 @@ def _finish(directory: RunDirectory, user_objects: UserObjects, report: bool) ->
     finished = RunResult(directory, user_objects)
     if report:
         finished.report()
+    if finished.diverged is not None:
+        raise TrainingDivergedError(f"{finished.diverged} (see {directory.path})")
     return finished

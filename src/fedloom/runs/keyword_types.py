@@ -120,8 +120,32 @@ class RunSettings(TypedDict, total=False):
 
 
 class ExecutionSettings(TypedDict, total=False):
-    """Settings that `resume` and `verify` may change."""
+    """Settings that `verify` may change."""
 
+    engine: Literal["auto", "sequential", "multiprocess", "cuda", "flower"]
+    """sequential: one client after the other; multiprocess: worker processes; cuda: many clients at once on a GPU;
+    flower: separate sites over the network; auto: cuda on a GPU, else multiprocess"""
+    nodes: int
+    """with --engine flower: number of SuperNodes, which share the clients; 0: one for each client"""
+    deadline: float
+    """with --engine flower: seconds until a site must have returned its update in a round"""
+    device: str
+    """cpu, cuda, cuda:1, ..., or several GPUs as cuda:0,cuda:1; auto: a GPU if there is one, else the CPU"""
+    slots: int
+    """clients that the cuda engine trains at once on a GPU; 0: all clients of the round, at most 16"""
+    workers: int
+    """worker processes of the multiprocess engine; 0: one for each core"""
+    checkpoint_seconds: float
+    """seconds between two checkpoints, more if writing takes long; 0: one after every round"""
+    keep_checkpoints: int
+    """number of checkpoints to keep"""
+
+
+class ResumeSettings(TypedDict, total=False):
+    """Settings that `resume` may change."""
+
+    rounds: int
+    """number of rounds"""
     engine: Literal["auto", "sequential", "multiprocess", "cuda", "flower"]
     """sequential: one client after the other; multiprocess: worker processes; cuda: many clients at once on a GPU;
     flower: separate sites over the network; auto: cuda on a GPU, else multiprocess"""

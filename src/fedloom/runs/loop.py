@@ -13,7 +13,8 @@ from fedloom.report.protocol import describe_protocol
 from fedloom.runs.build import BuiltRun
 from fedloom.runs.callback import CallbackList
 from fedloom.runs.directory import RunDirectory
-from fedloom.runs.metrics import summarize_run_metrics
+from fedloom.runs.metrics import HELD_OUT_KEYS, RESULT_KEYS, summarize_run_metrics
+from fedloom.utils.run_files import METRICS_CHECKSUM, ROUNDS_READ
 from fedloom.utils.storage import StorageWriteSchedule
 
 
@@ -33,13 +34,18 @@ def run_rounds(directory: RunDirectory, built_run: BuiltRun, callbacks: Callback
             directory.path / "partial", config.checkpoint_seconds, should_stop, go_on
         )
         rounds.check = callbacks.check
-        for round in range(first_round or 0, rounds.total):
-            record, last = rounds.run_round(round), round + 1 == rounds.total
+        # A run that diverged and was killed before it wrote its summary has no rounds left.
+        total = rounds.total if rounds.diverging.message is None else 0
+        for round in range(first_round or 0, total):
+            record = rounds.run_round(round)
+            last = round + 1 == total or rounds.diverging.message is not None
             saver.save_if_due(record, last)
             _record(directory, callbacks, record)
             if callbacks.should_stop() and not last:
                 saver.save_now(record)
                 raise RunStopped(f"stopped after round {round + 1}; {go_on}")
+            if last:
+                break
         _write_result(directory, built_run)
     except KeyboardInterrupt:
         directory.checkpoints.cancel()
@@ -81,18 +87,26 @@ class _Saver:
             self._directory.checkpoints.wait_until_written()
             return
         began = time.perf_counter()
+        # The checkpoint holds the checksum of the lines before the record, which then gets the time of the checkpoint.
+        self._directory.rewind(record["round"] - 1)
         self._save(record, None)
         _spent(record, time.perf_counter() - began)
-        self._directory.rewind(record["round"] - 1)  # write the record again, now with the time of the checkpoint
         self._directory.append_record(record)
 
     def _save(self, record: dict[str, Any], background_device: torch.device | None) -> None:
         # The record is in the checkpoint too: after a crash in between, metrics.jsonl gets it on resume.
         self._directory.sync_metrics()
-        engine = self._built_run.engine
-        state = {"parts": self._built_run.state_dict(), "record": record, "engine": engine.state_dict()}
-        checkpoints, self._saved_round = self._directory.checkpoints, record["round"]
-        checkpoints.save(self._saved_round, state, engine.client_states, background_device=background_device)
+        built_run, checkpoints = self._built_run, self._directory.checkpoints
+        state = {
+            "parts": built_run.state_dict(),
+            "record": record,
+            METRICS_CHECKSUM: self._directory.metrics_checksum,
+            "engine": built_run.engine.state_dict(),
+            ROUNDS_READ: built_run.rounds.context.rounds_read.noted,
+            "divergence": built_run.rounds.diverging.state_dict(),
+        }
+        self._saved_round = record["round"]
+        checkpoints.save(self._saved_round, state, built_run.engine.client_states, background_device=background_device)
         self._schedule.saved()
 
 
@@ -102,19 +116,28 @@ def _write_result(directory: RunDirectory, built_run: BuiltRun) -> None:
     digest = rounds.digest()
     if rounds.has_global_model:
         directory.write_model(built_run.global_state_dict())
+    metrics = summarize_run_metrics(directory.history(), config.result_window)
     summary = {
         "method": config.method,
         **({"variant": config.variant} if config.variant else {}),
         "data": config.data,
         "seed": config.seed,
-        **summarize_run_metrics(directory.history(), config.result_window),
+        **metrics,
         "protocol": describe_protocol(read_run_record(directory.path)),
+        **_without_result(metrics, rounds.diverging.message),
         "run": str(directory.path),
         "digest": digest,
         **({} if rounds.has_global_model else {"global_model": False}),
     }
     rounds.context.server.partial_results.clear()
-    directory.write_summary(summary)
+    directory.write_summary(summary, rounds_read=rounds.context.rounds_read.noted)
+
+
+def _without_result(metrics: dict[str, Any], reason: str | None) -> dict[str, Any]:
+    """Return what the summary of a diverged run says in place of its result."""
+    if reason is None:
+        return {}
+    return {"diverged": reason, **{key: None for key in (*RESULT_KEYS, *HELD_OUT_KEYS) if key in metrics}}
 
 
 def _beside(built_run: BuiltRun) -> torch.device | None:

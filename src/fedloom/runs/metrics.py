@@ -1,7 +1,7 @@
-"""Metrics of a run: time per round, accuracy of the clients, and the summary."""
+"""Metrics of a run: round times, client accuracies, divergence, and the summary."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import ceil
 from typing import Any
@@ -28,6 +28,8 @@ RESULT_KEYS = (
 """Keys of a record whose mean over the window is a result of the run."""
 HELD_OUT_KEYS = ("held_out_accuracy_mean", "held_out_accuracy_worst10")
 """The same of runs with held-out clients."""
+PATIENCE = 3
+"""Successive rounds with at least half of the updates non-finite after which a run stops."""
 
 
 def client_accuracy_metrics(
@@ -128,3 +130,30 @@ def summarize_run_metrics(history: list[dict[str, Any]], window: int) -> dict[st
         "seconds": round(sum(record["seconds"]["total"] for record in history), 3),
         **{name: trained[-1][name] for name in ("epsilon", "delta") if trained and name in trained[-1]},
     }
+
+
+class DivergenceMonitor:
+    """Count successive rounds in which at least half of the updates, or their training losses, are not finite."""
+
+    def __init__(self) -> None:
+        self._rounds = 0
+        self._message = ""
+
+    @property
+    def message(self) -> str | None:
+        """Return why the run must stop; None if it may continue."""
+        return self._message if self._rounds >= PATIENCE else None
+
+    def add_round(self, round: int, non_finite: int, received: int) -> None:
+        """Add round `round`, counted from 1: of `received` updates, `non_finite` were not finite."""
+        self._rounds = self._rounds + 1 if received and 2 * non_finite >= received else 0
+        of = f"{non_finite} of {received} updates {'was' if received == 1 else 'were'} non-finite"
+        self._message = f"training diverged in round {round}: {of}; lower --lr"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that a checkpoint saves."""
+        return {"rounds": self._rounds, "message": self._message}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a saved state."""
+        self._rounds, self._message = state["rounds"], state["message"]

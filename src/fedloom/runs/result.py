@@ -4,7 +4,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from fedloom.config import replace_config
 from fedloom.errors import InputError
@@ -82,6 +82,12 @@ class RunResult:
         return None if value is None else float(value)
 
     @property
+    def diverged(self) -> str | None:
+        """Return why the run ended early if its training diverged, else None. A comparison keeps such runs."""
+        value = self.summary.get("diverged")
+        return None if value is None else str(value)
+
+    @property
     def digest(self) -> str:
         """Return the SHA-256 of the global model's row; without one, of the clients' rows in order."""
         return str(self.summary["digest"])
@@ -102,8 +108,7 @@ class RunResult:
         """
         if not self.has_global_model:
             raise InputError(f"{self.path} has no global model: in {self.config.label}, each client has its own.")
-        check_result_model(self.path)
-        tensors = read_safetensors(self.path / MODEL_FILE)
+        tensors = read_result_model(self.path)
         if isinstance(self._user_objects.model, nn.Module):
             model = self._user_objects.model
         else:
@@ -129,10 +134,11 @@ class RunResult:
         return target
 
 
-def check_result_model(path: Path) -> None:
-    """Raise an InputError if the model file of a finished run is missing, and say how to restore it."""
+def read_result_model(path: Path) -> dict[str, Tensor]:
+    """Return the global model as tensors. Raise an InputError if its file is damaged or missing, and what to do."""
     if not (path / MODEL_FILE).exists():
         raise InputError(f"{path / MODEL_FILE} is gone; write it again with: fedloom resume {path}")
+    return read_safetensors(path / MODEL_FILE, has_checksum=True)
 
 
 def count_failures_in_result(path: Path | str) -> int:

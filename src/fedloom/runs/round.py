@@ -26,7 +26,12 @@ from fedloom.errors import FedloomError
 from fedloom.methods.base import MethodContext, MethodPart, Server
 from fedloom.methods.composition import MethodParts
 from fedloom.privacy.mechanism import PrivacyMechanism, mechanism_base_model
-from fedloom.runs.metrics import RoundMetricsTimer, client_accuracy_metrics, mean_and_worst_decile
+from fedloom.runs.metrics import (
+    DivergenceMonitor,
+    RoundMetricsTimer,
+    client_accuracy_metrics,
+    mean_and_worst_decile,
+)
 from fedloom.training.context import PERSONAL_KEY
 
 MOST_PERSONAL = 100
@@ -45,6 +50,10 @@ class _RoundStatistics:
     """Clients without training samples."""
     failed: dict[int, str] = field(default_factory=dict)
     """Clients that did not answer or whose update was rejected, and why."""
+    received: int = 0
+    """Updates of clients with samples, accepted or rejected."""
+    non_finite: int = 0
+    """Updates with a model or a training loss that is not finite."""
     num_permanent: int = 0
     """How many of them cannot answer, even if the round is repeated."""
     unsent_tasks: list[ClientTask] = field(default_factory=list)
@@ -54,6 +63,13 @@ class _RoundStatistics:
         """Return the bytes sent down to clients and up to the server; those of personal columns never travel."""
         sent = sum(task.nbytes for task in tasks) - sum(task.nbytes for task in self.unsent_tasks)
         return sent - personal_bytes * (len(tasks) - len(self.unsent_tasks)), self.bytes_up
+
+    def count_update(self, update: ClientUpdate, fault: str | None) -> None:
+        """Count an update of a client with samples, and whether it is finite."""
+        if update.num_examples:
+            infinite_loss = update.steps > 0 and not np.isfinite(update.loss)
+            self.received += 1
+            self.non_finite += infinite_loss or (fault is not None and fault.endswith("is not finite"))
 
 
 @dataclass
@@ -71,6 +87,7 @@ class RoundRunner:
     """Bytes of all training samples, if they are in one place; only they are sent then, before the first round."""
     check: Callable[[], None] = lambda: None
     """Called after each client's answer. It may raise an error to end the round."""
+    diverging: DivergenceMonitor = field(default_factory=DivergenceMonitor)
 
     def __post_init__(self) -> None:
         self._named_parts = self.parts.items()
@@ -78,7 +95,7 @@ class RoundRunner:
     @property
     def total(self) -> int:
         """Return the number of rounds: as set, or fewer if the privacy budget allows no more."""
-        return self.context.rounds
+        return self.context.planned_rounds
 
     @property
     def repeatable(self) -> bool:
@@ -112,6 +129,9 @@ class RoundRunner:
             server.aggregate(round, self._observed_updates(round, answers))
             if extras is not None:
                 extras.end_round(round)
+        # With noise, the end of a run must not depend on the data: the guarantee does not cover it.
+        if self.privacy is None or not self.privacy.noise:
+            self.diverging.add_round(round + 1, statistics.non_finite, statistics.received)
         timer.add("aggregate", -timer.seconds.get("train", 0.0))  # aggregation waits for training inside
         if refiner is not None:
             with timer.measure("refine"):
@@ -165,7 +185,9 @@ class RoundRunner:
                     statistics.unsent_tasks.append(answer.task)
                 continue
             statistics.bytes_up += answer.nbytes - personal_bytes
-            if fault := _find_update_fault(answer, self.context.layout, upload_shapes):
+            fault = _find_update_fault(answer, self.context.layout, upload_shapes)
+            statistics.count_update(answer, fault)
+            if fault:
                 statistics.failed[answer.client_id] = f"rejected: {fault}"
             elif answer.num_examples == 0:
                 statistics.idle += 1

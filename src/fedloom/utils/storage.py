@@ -24,11 +24,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fedloom.errors import FedloomError, InputError
+from fedloom.utils.checksums import KEY, has_valid_safetensors_checksum, safetensors_checksum
 
 Plain = bool | int | float | str | None
 Piece = bytes | memoryview
 SMALL, LARGE = 1 << 18, 1 << 25
 """Bytes of a piece of a file. Hashing less than SMALL in a thread does not pay off; no piece is larger than LARGE."""
+
+_CHECKSUM_START, _CHECKSUM_END = f', "{KEY}": "'.encode(), b'"}'
+_DIGITS = 64
 
 LARGEST_SHARE = 0.02
 """The share of the run time that checkpoints may take."""
@@ -95,6 +99,17 @@ def write_safetensors(
     return digest.hexdigest()
 
 
+def write_checked_safetensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write tensors as safetensors with a checksum in the metadata, for files that users take elsewhere."""
+
+    def pieces(checksum: str) -> Iterator[Piece]:
+        return _safetensors_pieces(tensors, {KEY: checksum, **(metadata or {})})
+
+    write_atomically(path, pieces(safetensors_checksum(pieces("0" * 64))))
+
+
 def _hashed(pieces: Iterable[Piece], digest: "hashlib._Hash", check_cancelled: Callable[[], None]) -> Iterator[Piece]:
     """Yield the same pieces and add them to `digest`, large ones in a thread while they are written."""
     with ThreadPoolExecutor(1) as other:
@@ -154,8 +169,10 @@ def _on_host(tensor: Tensor) -> Iterator[memoryview]:
             yield whole[start : start + LARGE]
 
 
-def read_safetensors(path: Path, digest: str | None = None) -> dict[str, Tensor]:
-    """Read tensors, and raise an InputError if the file is damaged or does not have this digest.
+def read_safetensors(path: Path, digest: str | None = None, *, has_checksum: bool = False) -> dict[str, Tensor]:
+    """Read tensors, and raise an InputError if the file is damaged.
+
+    With `digest`, the file must have this SHA-256. With `has_checksum`, it must hold its own checksum.
 
     Each tensor is copied to memory of its own. In the file a tensor starts at any multiple of 8 bytes. Matrix products
     may round differently at such addresses, and a resumed run would not give the same bits.
@@ -163,6 +180,9 @@ def read_safetensors(path: Path, digest: str | None = None) -> dict[str, Tensor]
     try:
         with path.open("rb") as handle:
             if digest is not None and hashlib.file_digest(handle, "sha256").hexdigest() != digest:
+                raise InputError(f"{path} is damaged: its checksum is not the one that was stored when it was written.")
+            handle.seek(0)
+            if has_checksum and not has_valid_safetensors_checksum(handle.read()):
                 raise InputError(f"{path} is damaged: its checksum is not the one that was stored when it was written.")
             return _read_tensors(path, handle)
     except OSError as error:
@@ -233,25 +253,46 @@ def join_stored_tensors(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     return tree
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON with its own checksum (key `sha256`)."""
-    text = json.dumps(value, sort_keys=True)
-    sealed = {"sha256": hashlib.sha256(text.encode()).hexdigest(), **value}
-    write_atomically(path, (json.dumps(sealed, sort_keys=True) + "\n").encode())
+def add_json_checksum(values: Mapping[str, Any], previous: str = "") -> tuple[bytes, str]:
+    """Return values as one line of JSON with a checksum, and the checksum.
+
+    `previous` is the checksum of the line before it, which the new one covers too: a missing line is found.
+    """
+    body = json.dumps(dict(values))[:-1].encode()
+    digest = hashlib.sha256(previous.encode() + body).hexdigest()
+    return body + _CHECKSUM_START + digest.encode() + _CHECKSUM_END, digest
+
+
+def check_json_checksum(line: bytes, previous: str = "") -> tuple[dict[str, Any], str]:
+    """Return the values and the checksum of a line from `add_json_checksum`. Raise a ValueError if it was changed."""
+    start = len(line) - len(_CHECKSUM_END) - _DIGITS
+    body, digest = line[: max(start - len(_CHECKSUM_START), 0)], line[max(start, 0) : start + _DIGITS]
+    found = hashlib.sha256(previous.encode() + body).hexdigest()
+    if line != body + _CHECKSUM_START + found.encode() + _CHECKSUM_END or digest != found.encode():
+        raise ValueError("its checksum is not the one that was stored when it was written")
+    values: dict[str, Any] = json.loads(line)
+    del values[KEY]
+    return values, found
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write JSON with its own checksum."""
+    write_atomically(path, add_json_checksum(values)[0] + b"\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read JSON written by `write_json`, and raise an InputError if it was changed or truncated."""
     try:
-        value = json.loads(path.read_text())
-        seal = value.pop("sha256")
+        content = path.read_bytes()
+        if content[-1:] != b"\n":
+            raise ValueError("it does not end with a newline")
+        return check_json_checksum(content[:-1])[0]
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}.") from error
-    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
-        raise InputError(f"{path} is damaged: it is not the JSON that was written.") from error
-    if hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest() != seal:
-        raise InputError(f"{path} is damaged: its checksum is not the one that was stored when it was written.")
-    return dict(value)
+    except (ValueError, RecursionError) as error:
+        raise InputError(
+            f"{path} is damaged: its checksum is not the one that was stored when it was written."
+        ) from error
 
 
 class StorageWriteSchedule:

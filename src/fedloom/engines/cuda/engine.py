@@ -22,6 +22,7 @@ from fedloom.core.evaluation import EvaluationResult
 from fedloom.core.tasks import ClientFailure, ClientTask, ClientUpdate
 from fedloom.data import Samples
 from fedloom.devices.cuda_runtime import DEVICE_ERROR, is_cuda_memory_error
+from fedloom.devices.threads import SingleThread
 from fedloom.engines.base import Engine, raise_engine_memory_error
 from fedloom.engines.cuda.device import CudaDevice, CudaDeviceUpdate
 from fedloom.engines.cuda.graph_evaluator import GraphEvaluator
@@ -58,8 +59,7 @@ class CudaEngine(Engine):
         self._train_functions = WeakKeyDictionary[CudaSlot, Train]()
         self._evaluator: GraphEvaluator | None = None
         self._personal_trainer: LocalTrainer | None = None
-        self._threads = torch.get_num_threads()
-        torch.set_num_threads(1)
+        self._threads = SingleThread()
 
     @property
     def slots(self) -> list[CudaSlot]:
@@ -246,4 +246,4 @@ class CudaEngine(Engine):
         for gpu in self.gpus:
             gpu.close()
         self._close_evaluators()
-        torch.set_num_threads(self._threads)
+        self._threads.release()

@@ -22,6 +22,7 @@ from torch import Tensor
 from fedloom.core.bank import Bank
 from fedloom.core.evaluation import EvaluationResult, evaluation_slices
 from fedloom.core.tasks import ClientFailure, ClientTask, ClientUpdate
+from fedloom.devices.threads import SingleThread
 from fedloom.engines.base import Engine
 from fedloom.engines.multiprocess.worker import (
     CANNOT_TRAIN,
@@ -103,8 +104,7 @@ class MultiprocessEngine(Engine):
     def __init__(self, context: TrainingContext, workers: int = 0) -> None:
         super().__init__(context)
         self.num_workers = workers or available_cpu_count()
-        self._threads = torch.get_num_threads()
-        torch.set_num_threads(1)
+        self._threads = SingleThread()
         one = ResultSlots(1, context)
         affordable = SLOT_MEMORY // max(1, one.bank.rows.stride(0) * context.layout.dtype.itemsize)
         self._slots = ResultSlots(max(4 * self.num_workers, min(affordable, 4096)), context)
@@ -225,7 +225,7 @@ class MultiprocessEngine(Engine):
         for worker in self._workers:
             worker.kill()
         self._workers.clear()
-        torch.set_num_threads(self._threads)
+        self._threads.release()
 
     def worker_pids(self) -> list[int]:
         """Return the process ids of the workers."""

@@ -23,6 +23,7 @@ from torch import Tensor
 from fedloom.core.evaluation import EvaluationResult, evaluation_slices
 from fedloom.core.tasks import ClientFailure, ClientTask, ClientUpdate, Shapes
 from fedloom.data import FederatedDataset
+from fedloom.devices.threads import SingleThread
 from fedloom.engines.base import Engine
 from fedloom.errors import InputError
 from fedloom.flower.message import ADDRESS, MessageArray, MessageRejected, SiteMessage
@@ -101,8 +102,7 @@ class FlowerEngine(Engine):
         super().__init__(context)
         self.transport, self.registry, self.deadline, self._exchange = transport, registry, deadline, exchange
         self._sites_file = sites_file
-        self._threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # as in the multiprocess engine's workers: more threads round sums differently
+        self._threads = SingleThread()  # as in the multiprocess engine's workers
         layout = context.layout
         self._fingerprint = layout.fingerprint()
         self.codec = ModelTensorCodec(layout, context.client.personal_columns)
@@ -297,7 +297,7 @@ class FlowerEngine(Engine):
         self.late = int(state.get("late", 0))
 
     def close(self) -> None:
-        torch.set_num_threads(self._threads)
+        self._threads.release()
 
 
 def _judged(
