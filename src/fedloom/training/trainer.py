@@ -328,7 +328,10 @@ class LocalTrainer:
             slices.pop(id(parameter)).copy_(parameter.grad)
             parameter.grad = None
 
-        hooks = [parameter.register_post_accumulate_grad_hook(move) for parameter in self._parameters]
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(move)  # type: ignore[no-untyped-call]
+            for parameter in self._parameters
+        ]
         try:
             torch.autograd.backward(loss, inputs=self._parameters)
         finally:
