@@ -130,7 +130,7 @@ WRONG: list[tuple[str, tuple[str, ...]]] = [
     ("run fedavg --out=", ("--out must be the name of a folder, not ''.",)),
     ("run fedavg --init=", ("init must be a file, the folder of a run or the name of one, not ''.",)),
     ("run fedcda --cache-dir=", ("cache_dir must be a folder, not ''.",)),
-    ("run fedcda --cache-dir /dev/null", ("cannot keep rows in /dev/null: /dev/null is not a folder.",)),
+    ("run fedcda --cache-dir /dev/null", ("cannot keep rows in /dev/null", "/dev/null is not a folder.")),
     (
         "run fedcda --clients-per-round 20 --rounds 60 --set fedcda.selection=optimal",
         ("would try up to 3^20 combinations", "use fedcda.selection=approximate."),
