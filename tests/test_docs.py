@@ -129,7 +129,7 @@ def understand(run: Config | RunRequest, *_: Any, **__: Any) -> NoReturn:
 
 
 def understand_folder(*_: Any, callbacks: Any = None, **changes: Any) -> NoReturn:
-    assert set(changes) <= EXECUTION_SETTINGS
+    assert set(changes) <= EXECUTION_SETTINGS | {"rounds"}
     raise Understood
 
 
