@@ -1,4 +1,4 @@
-"""Tests of the brackets: each client alone (local), and all samples in one place (centralized)."""
+"""Tests of the brackets: local, each client alone, and centralized."""
 
 from collections.abc import Callable
 from pathlib import Path
