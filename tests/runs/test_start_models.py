@@ -1,4 +1,4 @@
-"""Tests of start models: ordinary training with `centralized`, whose run is a start for others."""
+"""Tests of start models: ordinary training with `centralized`, and `--init`."""
 
 import json
 import math
