@@ -1,4 +1,4 @@
-"""Tests of the brackets `local` and `centralized`."""
+"""Tests of the brackets: local, each client alone, and centralized."""
 
 from collections.abc import Callable
 from pathlib import Path

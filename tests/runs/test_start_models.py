@@ -1,4 +1,4 @@
-"""Tests of start models, trained with `centralized`."""
+"""Tests of start models: ordinary training with `centralized`, and `--init`."""
 
 import json
 import math

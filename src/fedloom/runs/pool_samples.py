@@ -1,4 +1,7 @@
-"""Pool the training samples of all clients, for `centralized`."""
+"""PooledFederatedDataset: client 0 has the training samples of all clients.
+
+The method `centralized` trains on it.
+"""
 
 import numpy as np
 import torch

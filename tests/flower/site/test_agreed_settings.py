@@ -181,6 +181,7 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "max_epsilon": {**NOISE, "max_epsilon": 3.0},
     "keep_optimizer": {"momentum": 0.5, "keep_optimizer": True},
     "nesterov": {"momentum": 0.5, "nesterov": True},
+    "lr_step": {"lr_decay": 0.5, "lr_step": 2},
     "init": {"init": "/nowhere/a", "init_sha256": "ab" * 32},
     "init_sha256": {"init": "/nowhere/a", "init_sha256": "ab" * 32},
     "new_head": {"init": "/nowhere/a", "init_sha256": "ab" * 32, "new_head": True},
