@@ -195,8 +195,11 @@ def begin_after(experiment: Mapping[str, Any], before: Path, folder: Path) -> No
         config = replace_config(config, options=resolve_method(config).resolved_options())
         part = target.with_name(f".{target.name}")
         shutil.rmtree(part, ignore_errors=True)  # of an interrupted copy
-        RunDirectory.create(part, config)
-        own = shutil.ignore_patterns("config.toml", "summary.json", "model.safetensors", "report.html")
+        inputs = source.inputs()
+        RunDirectory.create(
+            part, config, data_hashes=inputs["data"], machine=inputs["machines"][-1], cache_dir=source.cache_dir
+        )
+        own = shutil.ignore_patterns("config.toml", "inputs.json", "summary.json", "model.safetensors", "report.html")
         shutil.copytree(finished, part, ignore=own, dirs_exist_ok=True)
         part.rename(target)
 

@@ -38,9 +38,10 @@ from benchmarks.league.rows import COMMON, PARTITIONS, SLOW, TASKS, Row, Task, r
 from fedloom import data as datasets
 from fedloom.core.rng import RngStreams
 from fedloom.data import PartitionedDataset
-from fedloom.methods import methods
+from fedloom.engines.base import Engine
+from fedloom.methods import MethodContext, Server, methods
 from fedloom.methods.registry import BUILT_IN
-from fedloom.runs.round import RoundRunner
+from fedloom.runs import round as round_module
 from fedloom.utils.storage import write_atomically
 
 
@@ -135,7 +136,7 @@ def start_worker(parent: int) -> None:
     os.nice(19)
     torch.set_num_threads(1)
     methods()
-    RoundRunner._evaluate_personal_models = evaluate_personal_models_last  # type: ignore[method-assign, assignment]
+    round_module._evaluate_personal_models = evaluate_personal_models_last
     CODE.update({name: code_of(name) for name in BUILT_IN})
 
     def watch() -> None:
@@ -146,12 +147,14 @@ def start_worker(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-_evaluate_personal_models = RoundRunner._evaluate_personal_models
+_evaluate_personal_models = round_module._evaluate_personal_models
 
 
-def evaluate_personal_models_last(runner: RoundRunner, done: int, row: torch.Tensor) -> dict[str, Any]:
+def evaluate_personal_models_last(
+    engine: Engine, server: Server[Any], context: MethodContext, done: int, row: torch.Tensor
+) -> dict[str, Any]:
     """Evaluate personal models after the last round only: with fine-tuning this takes longer than training."""
-    return _evaluate_personal_models(runner, done, row) if done == runner.config.rounds else {}
+    return _evaluate_personal_models(engine, server, context, done, row) if done == context.planned_rounds else {}
 
 
 def run_one(job: PlannedRun) -> dict[str, Any]:

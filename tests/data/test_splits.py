@@ -11,11 +11,18 @@ from hypothesis import strategies as some
 
 import fedloom
 from fedloom.core.rng import RngStreams
-from fedloom.data import Dataset, FederatedDataset, PartitionedDataset, Samples, load_dataset, partition_dataset
+from fedloom.data import (
+    Dataset,
+    FederatedDataset,
+    PartitionedDataset,
+    Samples,
+    load_dataset,
+    partition_dataset,
+    select_classes,
+)
 from fedloom.data.splits import (
     ServerDataSplit,
     draw_server_split,
-    select_classes,
     split_server_data,
     take_server_split,
 )

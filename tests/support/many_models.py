@@ -44,6 +44,8 @@ def context_of(network: Network, count: int, **more: Any) -> MethodContext:
     layout = Layout.of(module)
     own = {"layout": layout, "initial": layout.read(module), "clients_per_round": count}
     server = replace(some_context().server, make_bank=partial(Bank.memory, dtype=layout.dtype))
+    if "rounds" in more:  # a property, which notes that it was read
+        own["planned_rounds"] = more.pop("rounds")
     return replace(some_context(), **own, server=server, **more)
 
 
