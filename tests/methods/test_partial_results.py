@@ -32,6 +32,7 @@ class Watching(Callback):
 
     def __init__(self, at: int = -1, then: Callable[[], None] = lambda: None) -> None:
         self.steps: list[int] = []
+        self.messages: list[str] = []
         self.stop = False
         self._at, self._then = at, then
 
@@ -40,6 +41,9 @@ class Watching(Callback):
         self.steps.append(done)
         if done == self._at:
             self._then()
+
+    def on_message(self, text: str) -> None:
+        self.messages.append(text)
 
     def should_stop(self) -> bool:
         return self.stop
@@ -136,6 +140,8 @@ def test_a_draft_that_is_not_its_own_is_not_used(harm: str, tmp_path: Path) -> N
     watcher = Watching()
     run = fedloom.resume(tmp_path / "cut", model=convolutions, report=False, callbacks=[watcher])
     assert watcher.steps == [*range(ITERATIONS + 1)], "it begins again"
+    named = [text for text in watcher.messages if "partial" in text and "is damaged" in text]
+    assert len(named) == (harm == "damaged")
     assert run.digest == whole.digest
 
 

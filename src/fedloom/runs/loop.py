@@ -31,7 +31,7 @@ def run_rounds(directory: RunDirectory, built_run: BuiltRun, callbacks: Callback
         saver = _Saver(directory, built_run)
         should_stop = _never if saver.every_round else callbacks.should_stop
         rounds.context.server.partial_results.keep_in(
-            directory.path / "partial", config.checkpoint_seconds, should_stop, go_on
+            directory.path / "partial", config.checkpoint_seconds, should_stop, go_on, callbacks.on_message
         )
         rounds.check = callbacks.check
         # A run that diverged and was killed before it wrote its summary has no rounds left.

@@ -33,12 +33,21 @@ class PartialResults:
         self._stop_asked_at: float | None = None
         self._offered: dict[str, float] = {}
 
-    def keep_in(self, folder: Path, seconds: float, should_stop: Callable[[], bool], how_to_go_on: str) -> None:
+    def keep_in(
+        self,
+        folder: Path,
+        seconds: float,
+        should_stop: Callable[[], bool],
+        how_to_go_on: str,
+        on_message: Callable[[str], None] = lambda text: None,
+    ) -> None:
         """Store partial results in `folder`, at least `seconds` apart.
 
         `should_stop` says whether the user wants the run to stop, and `how_to_go_on` ends the message if it does.
+        `on_message` is told about a damaged partial result.
         """
         self._folder, self._should_stop, self._how_to_go_on = folder, should_stop, how_to_go_on
+        self._on_message = on_message
         self._schedule, self._write_seconds = StorageWriteSchedule(max(seconds, PATIENCE)), 0.0
 
     def load_partial(self, mark: str) -> Mapping[str, Any] | None:
@@ -53,10 +62,14 @@ class PartialResults:
         """
         if self._folder is None:
             return None
+        path = self._folder / f"{_name(mark)}.json"
+        if not path.exists():
+            return None
         try:
-            kept = read_json(self._folder / f"{_name(mark)}.json")
+            kept = read_json(path)
             tensors = read_safetensors(self._folder / kept["tensors"], kept["digest"])
-        except InputError:  # missing or damaged: the work starts again
+        except InputError as error:
+            self._on_message(f"{error} Its work starts again.")
             return None
         found: Mapping[str, Any] | None = (
             join_stored_tensors(kept["partial"], tensors) if kept["mark"] == mark else None
