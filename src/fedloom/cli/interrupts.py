@@ -40,5 +40,7 @@ class StopOnSignal(Callback):
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals += 1
         if self._signals > 1:
+            for other in self._handlers:  # a third one must not disturb the exit
+                signal.signal(other, signal.SIG_IGN)
             raise KeyboardInterrupt
         print("\nstopping after this round; Ctrl-C again stops at once", file=sys.stderr, flush=True)
