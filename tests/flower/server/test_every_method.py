@@ -62,7 +62,9 @@ def said(run: RunResult, *names: str) -> list[list[Any]]:
 
 
 @pytest.mark.quick_if(method=CORE_METHODS)
-@pytest.mark.parametrize("method", sorted(set(methods()) - set(UNKNOWN_TO_THE_SERVER)))
+@pytest.mark.parametrize(
+    "method", sorted(name for name in set(methods()) - set(UNKNOWN_TO_THE_SERVER) if not methods()[name].bracket)
+)
 def test_a_method_gives_the_same_bits_over_sites(method: str, tmp_path: Path) -> None:
     """Three of four clients in a round, so that some come later than others."""
     run, plain, link = both(make(method), tmp_path)
