@@ -8,6 +8,7 @@ import pytest
 import fedloom
 from fedloom.errors import InputError
 from fedloom.methods import methods
+from tests.support.core_methods import CORE_METHODS
 from tests.support.quick_options import QUICK
 from tests.support.small_runs import TINY
 
@@ -19,6 +20,7 @@ def without_times(run: fedloom.RunResult) -> list[dict[str, Any]]:
     return [{key: value for key, value in record.items() if key != "seconds"} for record in run.history]
 
 
+@pytest.mark.quick_if(method=[*CORE_METHODS, "fedrep", "fedasam-swa"])
 @pytest.mark.parametrize("engine", ["sequential", pytest.param("multiprocess", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("method", sorted(methods()))
 def test_every_method_is_extended_exactly_or_refused(method: str, engine: str, tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ def test_memory_of_a_process_is_that_of_the_kernel() -> None:
     assert memory_of(1 << 30) == {}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_run_keeps_few_models_in_memory(tmp_path: Path) -> None:
     _, base = peak_of(tmp_path / "base", 1_000, 2, 2)
